@@ -1,1 +1,1 @@
-"""Floor 7: one verb per file."""
+"""The command line: one verb per file."""

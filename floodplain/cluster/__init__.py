@@ -1,1 +1,1 @@
-"""Floor 7: many instances behind one endpoint."""
+"""Many instances behind one endpoint."""

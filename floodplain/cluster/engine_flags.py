@@ -60,7 +60,7 @@ def gpus_of_instance(config: EngineConfig) -> int:
 def config_of_instance(config: EngineConfig, num_instances: int, index: int) -> EngineConfig:
     """The engine flags of one of several instances; with ``--device cuda`` each gets its own GPU.
 
-    Raises UserError if a flag is for a single engine.
+    UserError if a flag is for a single engine.
     """
     for name in ("device_name", "coordinator"):
         value = getattr(config, name)

@@ -1,1 +1,1 @@
-"""Floor 1: requests, blocks, plans, tiers, lifecycle. Pure: the standard library only."""
+"""Requests, blocks, plans, tiers, lifecycle. Pure: the standard library only."""

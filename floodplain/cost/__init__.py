@@ -1,1 +1,1 @@
-"""Floor 2: what a step or a transfer costs. Pure; numpy allowed."""
+"""What a step or a transfer costs. Pure; numpy allowed."""

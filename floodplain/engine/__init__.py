@@ -1,1 +1,1 @@
-"""Floor 5: a real model behind the step loop. torch and numpy only at import."""
+"""A real model behind the step loop. torch and numpy only at import."""

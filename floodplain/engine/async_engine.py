@@ -36,9 +36,7 @@ _INBOX_S = 0.005
 
 
 class AsyncEngine:
-    """The engine of the server and of in-process benchmarks.
-
-    Submissions and aborts wait in an inbox until the next step boundary.
+    """The engine of the server and of in-process benchmarks; submissions and aborts wait for the next step boundary.
 
     Attributes:
         engine: Only the engine's thread may use its state once started.

@@ -1,8 +1,7 @@
 """The backstop: a file from which a dropped layer is filled again if no peer can send it.
 
-Instances of a machine that serve one model share the file. It holds the layers' buffers as they are in memory: nothing
-in it is parsed or trusted. Its header has the model's fingerprint, and each layer's size and digest; a reader compares
-it with the header that it expects from its own memory.
+Instances of a machine that serve one model share the file. It holds the layers' buffers as they are in memory, behind a
+header with the model's fingerprint and each layer's size and digest, which a reader compares with its own memory's.
 """
 
 from __future__ import annotations
@@ -112,10 +111,9 @@ def default_backstop_folder() -> Path:
 def open_backstop(folder: Path, fingerprint: str, buffers: Sequence[ParameterBuffer]) -> Backstop:
     """Open the machine's backstop of a model in ``folder``; write it if it is missing or not the expected one.
 
-    Processes that start at the same time wait until the first one has written it. Files of other models stay: the user
-    deletes them. Raises UserError if the folder is not writable or the disk is full.
-
+    Processes that start at the same time wait until the first one has written it. Files of other models stay.
     ``fingerprint`` is of the model, its number format and the kind of device; ``buffers`` are all its layers, filled.
+    UserError if the folder is not writable or the disk is full.
     """
     if not all(buffer.is_filled for buffer in buffers):
         raise InvariantError("a backstop is opened before all parameters are loaded")

@@ -16,8 +16,8 @@ _SOFT = 1
 def release_compute_threads() -> bool:
     """Release the OpenMP workers of the calling thread; False if OpenMP cannot, or inside a parallel region.
 
-    A thread that loaded a model calls this before another runs it. GNU's workers spin between two operations only while
-    all pools together have no more threads than cores; else a step takes half as long again.
+    A thread that loaded a model calls this before another runs it: GNU's workers spin only while all pools together
+    have no more threads than cores; else a step takes half as long again.
     """
     try:
         pause = ctypes.CDLL(None).omp_pause_resource_all
@@ -29,8 +29,8 @@ def release_compute_threads() -> bool:
 def limit_compute_threads() -> None:
     """Limit torch's threads to the cores of this process, on all its threads; ``OMP_NUM_THREADS`` is respected.
 
-    OpenMP does not know the CPU quota of a container: with a thread for each core of the machine, the quota of a period
-    is used up at once, and all threads, also those of the server, stand still until the next one.
+    OpenMP ignores the CPU quota of a container: with a thread for each core of the machine, the quota of a period is
+    used up at once, and all threads, also those of the server, stand still until the next one.
     """
     num_cores = count_cores()
     if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > num_cores:

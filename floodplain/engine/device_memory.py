@@ -91,8 +91,8 @@ class DeviceMemory:
     ) -> tuple[KVPool, BlockLedger]:
         """Open the KV pool with its memory mapped, and its ledger. Raises UserError if the device has no room for it.
 
-        Neighbours may still hold memory that was lent before this process began: then the pool starts with free memory,
-        and with at least ``least_blocks``. If layers may stream, it has up to ``most_blocks``; None: they never do.
+        Neighbours may still hold memory that was lent before: then the pool starts with free memory, at least
+        ``least_blocks``. If layers may stream, it has up to ``most_blocks``; None: they never do.
         """
         pool = KVPool(self.device, self.layout, most_blocks or num_blocks)
         ledger = BlockLedger(

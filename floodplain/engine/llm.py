@@ -81,8 +81,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate for all prompts, batched as memory allows; return one output per prompt, in their order.
 
-        Raises UserError, before anything runs, if a prompt can never be served, the numbers of prompts and parameters
-        differ, or this object is closed.
+        UserError, before anything runs, if a prompt can never be served, the numbers of prompts and parameters differ,
+        or this object is closed.
         """
         many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         params = self._match_params(sampling_params, len(many))

@@ -58,9 +58,9 @@ def find_limits(
     block_bytes: int,
     steady: SteadyState | None = None,
 ) -> PoolLimits:
-    """The limits that the flags ask for, or else that the model and the pool allow. UserError if they do not fit.
+    """The limits of the flags, else of model and pool; UserError if they do not fit. ``steady`` limits lending.
 
-    ``num_blocks`` are the pool's while nothing is lent; ``steady`` limits lending.
+    ``num_blocks`` are the pool's while nothing is lent.
     """
     asked_lent = _lent_blocks(config, block_bytes)
     spare = num_blocks if steady is None else min(num_blocks, steady.free_bytes // block_bytes)

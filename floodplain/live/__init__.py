@@ -1,1 +1,1 @@
-"""Floor 2: what a service does now: rows of live requests, the feed of their changes, and the page that shows them."""
+"""What a service does now: rows of live requests, the feed of their changes, and the page that shows them."""

@@ -116,7 +116,7 @@ class BytePieces:
         self._is_prompt_open = bool(self._decoder.getstate()[0])
 
     def _last_bytes(self, prompt: Sequence[int]) -> bytes:
-        """The prompt's last bytes, enough to know whether it ends within a character."""
+        """The prompt's last bytes, enough to find whether it ends within a character."""
         last = b""
         for token_id in reversed(prompt):
             last = self._tokenizer.token_bytes(token_id) + last

@@ -1,1 +1,1 @@
-"""Floor 2: results, plots, reports."""
+"""Results, plots, reports."""

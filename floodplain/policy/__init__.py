@@ -1,1 +1,1 @@
-"""Floor 3: policies. Pure functions from a frozen view to a decision about the next step."""
+"""Policies: pure functions from a frozen view to a decision about the next step."""

@@ -1,1 +1,1 @@
-"""Floor 6: the OpenAI-compatible endpoints."""
+"""The OpenAI-compatible endpoints."""

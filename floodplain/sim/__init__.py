@@ -1,1 +1,1 @@
-"""Floor 5: the loop and the policies in virtual time. All decisions are the policies'."""
+"""The loop and the policies in virtual time. All decisions are the policies'."""

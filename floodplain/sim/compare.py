@@ -78,8 +78,8 @@ def read_run(folder: Path) -> RealRun:
 def compare(run: RealRun, prediction: Prediction) -> dict[str, Any]:
     """Errors in per cent, simulated over real: each statistic of ``ttft``, ``tpot`` and ``e2e``, and ``makespan``.
 
-    Beside them ``kv_blocks``, and the mean absolute difference of running and waiting requests over time; a value is
-    None where the run does not tell.
+    Also ``kv_blocks``, and the mean absolute difference of running and waiting requests over time. None: not in the
+    run.
     """
     lives = prediction.lifecycles
     simulated = _latencies(
@@ -179,7 +179,7 @@ def _read_series(path: Path) -> dict[str, list[float]]:
 
 
 def _sets_of(meta: Mapping[str, Any]) -> list[str]:
-    """What a run tells of its setting, as values of a scenario: model, device, and limits of the engine."""
+    """Settings of a run as values of a scenario: model, device, and limits of the engine."""
     kwargs, hardware = {**(meta.get("kv_cache") or {}), **(meta.get("engine_kwargs") or {})}, meta.get("hardware") or {}
     found = ["engine.policy=fcfs", "engine.scheduling=async"]
     if isinstance(model := meta.get("model"), str):

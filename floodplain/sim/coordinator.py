@@ -139,7 +139,7 @@ class VirtualCoordinator:
             self._unreported.append(name)
 
     def lose(self, name: str) -> None:
-        """Hear no more of a member."""
+        """End a member's messages; its last heartbeat has just come."""
         del self.agents[name]
 
     def arrange_beat(self, agent: VirtualAgent) -> None:
@@ -218,7 +218,7 @@ class VirtualAgent:
             self._environment.schedule(when_s, partial(self._exchange, when_s))
 
     def die(self) -> None:
-        """End the process: no farewell, and no answer is read."""
+        """Exchange soon, because there are messages to send or news to receive."""
         self.is_dead = True
         self._coordinator.lose(self.membership.name)
 

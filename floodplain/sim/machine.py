@@ -23,7 +23,7 @@ DTYPE_BYTES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What a scenario says of an instance's device, resolved.
+    """An instance's device by a scenario, resolved.
 
     Attributes:
         block_bytes: Of one KV block on one GPU.

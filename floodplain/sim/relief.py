@@ -86,8 +86,7 @@ def start_relief(cluster: VirtualCluster, model: GroupModel, num_instances: int,
 def report_relief(groups: Regrouping | None, pipelines: Sequence[VirtualStages]) -> dict[str, Any] | None:
     """All transitions, the last decision by price, and the bubbles of all ``pipelines``; None without relief.
 
-    Bubbles are the part of the time in which a group had steps outstanding, and a stage computed nothing; None without
-    groups.
+    A bubble is the part of the time with outstanding steps in which a stage computed nothing; None without groups.
     """
     if groups is None:
         return None

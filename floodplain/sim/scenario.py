@@ -311,8 +311,7 @@ class Scenario:
 def read_scenario(path: Path | None, sets: Sequence[str] = (), defaults: Sequence[str] = ()) -> Scenario:
     """The scenario in a file, with the values of ``sets`` (``engine.policy=fcfs``) in place of the file's.
 
-    ``defaults`` are values for keys that the file does not state. UserError, with the key's path, if the scenario is
-    not valid.
+    ``defaults`` are for keys that are not in the file. UserError, with the key's path, if the scenario is not valid.
     """
     content = {} if path is None else read_yaml_mapping(path, MAX_BYTES, MAX_DEPTH, "scenario")
     for text in (*(each for each in defaults if not states_key(content, each)), *sets):

@@ -1,1 +1,1 @@
-"""Floor 2: what every HTTP service here needs: listening, bearer secrets, the gate, error bodies."""
+"""HTTP for any service: listening, bearer secrets, the gate, error bodies."""

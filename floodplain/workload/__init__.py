@@ -1,1 +1,1 @@
-"""Floor 2: workloads: arrivals, lengths, traces, prompts, load client."""
+"""Workloads: arrivals, lengths, traces, prompts, load client."""

@@ -75,7 +75,7 @@ def piece_of(index: int) -> slice:
 
 @dataclass(frozen=True, slots=True)
 class RequestCopy:
-    """One request's KV that is to be copied, from blocks or swap slots (``core.tiers``) at the members that have it.
+    """One request's KV to copy, from blocks or swap slots (``core.tiers``) at the members that have it.
 
     ``targets`` are the local blocks, in the same order; ``layers`` are those to copy from each address.
     """
@@ -189,8 +189,8 @@ def copy_own(memory: GroupMemory, one: RequestCopy, layers: Iterable[int], write
 class SwapStore:
     """A ``bulk.server.Store`` over a member's swap space: part = layer, indices = slots.
 
-    A slot is read only after its content was verified against the digest that was taken at swap-out. The engine is at
-    rest: no slot is written between ``forget`` and the last ``read``.
+    A slot is read only after its content was verified by the digest of its swap-out. No slot is written between
+    ``forget`` and the last ``read``.
     """
 
     def __init__(self, slots: SwapSlots) -> None:

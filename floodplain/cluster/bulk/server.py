@@ -1,8 +1,4 @@
-"""Serves stores (KV blocks, parameters) to other instances, which pull chunks over separate connections.
-
-Each connection has a thread, so a client that stops reading delays nothing else. Before each chunk the server calls
-a gate.
-"""
+"""Serves stores (KV blocks, parameters) to other instances, which pull chunks; each connection has a thread."""
 
 from __future__ import annotations
 
@@ -46,7 +42,7 @@ class Store(Protocol):
     def read(self, part: int, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
         """The bytes of some indices of a part, index after index: uint8, of any shape.
 
-        Part and indices, int64 [num_indices], are 0 or more; they come from a peer, and are not checked further. Raises
+        ``part`` and ``indices``, int64 [num_indices], come from a peer: 0 or more, and not checked further. Raises
         ``NotServed``, or another ``LookupError``, if the store does not have all of them.
         """
 

@@ -1,7 +1,6 @@
 """The router's side of groups: orders instances to drop layers, to run as a pipeline, and to restore layers.
 
-``GroupTable`` decides which order is due, ``GroupPlan`` its content; this sends it, and moves requests in the router's
-table.
+``GroupTable`` decides which order is due, ``GroupPlan`` its content; this sends it, and moves requests in the table.
 """
 
 from __future__ import annotations

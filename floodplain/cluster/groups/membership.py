@@ -1,8 +1,7 @@
 """A member's side of one group, from the pause to the return of the last page. It executes the router's orders.
 
 Until ``drop`` nothing is unmapped, and ``cancel`` resumes the engine. From then on the member has only some layers,
-until ``close``, or ``abandon`` if the group fails. In place of its own engine a member may bring the membership of an
-old group, which resumes if the new group is cancelled, and ends when it drops.
+until ``close``, or ``abandon`` if the group fails.
 """
 
 from __future__ import annotations
@@ -45,7 +44,8 @@ T = TypeVar("T")
 class Membership:
     """A member's side of one group. Everything is called on one event loop, one order after the other.
 
-    ``old`` is the membership of a group that is taken in, until ``drop``; None if the member serves alone.
+    ``old`` is the membership of a group that is taken in, in place of an engine: it resumes at ``cancel``, and ends at
+    ``drop``. None if the member serves alone.
     """
 
     def __init__(self, member: GroupMember, number: int, old: Membership | None = None) -> None:
@@ -290,9 +290,8 @@ class Membership:
 class GroupPipeline(PipelineStage):
     """A member's part of a group's pipeline: the leader runs the step loop, the others a thread with their layers.
 
-    Everything is called on one event loop. ``blocks`` are, for the leader, those of the requests whose KV is being
-    copied, one request after the other. While ``is_ending``, the end of a neighbour's link is expected, and so not a
-    failure.
+    Everything is called on one event loop. The leader's ``blocks`` are those of requests whose KV is being copied, one
+    request after the other. While ``is_ending``, the end of a neighbour's link is no failure.
     """
 
     def __init__(self, member: GroupMember, order: Drop, blocks: Sequence[int]) -> None:

@@ -1,8 +1,6 @@
-"""All groups, and the progress of each: decides which orders are due. No I/O, no clock.
+"""All groups, and the progress of each: decides which orders are due (docs/design/018). No I/O, no clock.
 
-No member drops anything before all have confirmed what they hold. If a member ends before that, the others resume; if
-it ends later, the sessions of all members end. A new group may take in pipelined groups, with all their members: they
-live on beside it until it drops layers.
+A new group may take in pipelined groups, with all their members: they live on beside it until it drops layers.
 """
 
 from __future__ import annotations
@@ -210,7 +208,7 @@ class GroupTable:
         """Let the members drop parameters; all have confirmed.
 
         ``copiers`` has, for each handed-over request that keeps its KV, oldest first, epochs of the members that copy
-        some of it, one at least. Others have their layers of it in place.
+        some of it, one at least.
         """
         group = self._expect(number, GroupState.PREPARING, copiers)
         leader = group.leader  # resumes all of them

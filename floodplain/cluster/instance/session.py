@@ -181,7 +181,7 @@ class Session:
         task.add_done_callback(self._note_end)
 
     async def wait_tokens(self, ticket: int, num_tokens: int) -> bool:
-        """Wait until the router knows, or is about to know, this many tokens of a request. False: it has ended."""
+        """Wait until the router has, or is about to have, this many tokens of a request. False: it has ended."""
         while self._num_known.get(ticket, num_tokens) < num_tokens:
             await asyncio.sleep(0)  # its stream is about to run
         return ticket in self._num_known

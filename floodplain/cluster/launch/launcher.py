@@ -1,7 +1,6 @@
 """Instance processes of the router: it starts them, restarts them when they end, and leaves none behind.
 
-A slot is the place of one process. The launcher decides; ``Processes`` acts: on this machine (``processes.py``), or on
-those of a Ray cluster (``ray_processes.py``).
+A slot is the place of one process. The launcher decides; ``Processes`` (``processes``, ``ray_processes``) acts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Processes of instances, from their parent: one child process, how it ended, and all slots' on this machine.
 
-The pipe is the child's standard input. Its first line is the token. Its end of file ends the child: the kernel makes it
-when the parent is gone. The child also asks the kernel to be killed with its parent (``parent.py``), since a
-stopped process reads no pipe. Only the standard library is imported: Ray imports this on other machines.
+The child's standard input is a pipe: its first line is the token, and its end of file, which the kernel makes when the
+parent is gone, ends the child. Only the standard library is imported: Ray imports this on other machines.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ BAD_INPUT = 2
 
 
 class Ending(NamedTuple):
-    """How a process ended: its exit status (negative: the signal), and the line in which it says why, if it did.
-
-    ``line`` is the last one of its log.
-    """
+    """How a process ended: status (negative: the signal), complaint if any, and the last ``line`` of its log."""
 
     status: int
     words: str | None

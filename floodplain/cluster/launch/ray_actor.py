@@ -1,7 +1,7 @@
 """The actor of one slot on a machine of a Ray cluster: it holds an instance process as its child.
 
-Ray imports this there, so it uses only the standard library. An actor that Ray restarts on another machine has
-no process; the call ``watch``, which Ray then repeats, starts a new one.
+Ray imports this there, so it uses only the standard library. An actor that Ray restarts on another machine has no
+process; the call ``watch``, which Ray then repeats, starts a new one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _NOT_FOR_CHILDREN = ("RAY_", "FLOODPLAIN_")
 class Order:
     """A process to run, with these arguments of the actor's Python interpreter.
 
-    ``variables`` are added to the machine's environment, ``folder`` is its working directory if the machine has it, and
-    ``token`` the first line of its standard input.
+    ``variables`` are added to the machine's environment; ``folder`` is its working directory, if it exists; ``token``
+    is the first line of its standard input.
     """
 
     arguments: tuple[str, ...]

@@ -1,14 +1,14 @@
 """The driver: the process that calls Ray for the router. It places an actor for each slot, and exits with the router.
 
 It is a separate process because Ray ends a process that loses its cluster, and streams must survive that. Only this
-file imports Ray, which decides placement, and restarts an actor elsewhere if its machine is gone. The router writes a
-line of JSON for each order to its standard input and reads one for each event from its standard output:
+file imports Ray. The router writes a line of JSON for each order to its standard input and reads one for each event
+from its standard output:
 
     in:   a ``RaySetup``, then {"run": slot, and the fields of an ``Order``}, {"kill": slot}
     out:  {"ready": true} or {"failed": why}, then {"log": slot, "line": ...}, {"ended": slot, "status", "words"}
 
-When the input ends, the instances, the actors and this process end. If this process is killed, Ray ends its actors,
-and the kernel their instances.
+When the input ends, the instances, the actors and this process end. If this process is killed, Ray ends its actors, and
+the kernel their instances.
 """
 
 from __future__ import annotations

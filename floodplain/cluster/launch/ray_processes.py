@@ -151,12 +151,11 @@ def check_ray() -> None:
 
 
 class RayProcesses:
-    """``Processes`` on a Ray cluster. Everything is called on one event loop.
+    """``Processes`` on a Ray cluster, on one event loop. ``UserError`` without Ray, or if it has no authentication.
 
     If a cluster that was reached before is lost, ``run`` waits until it is reached again. ``commands`` lack the
     address; another machine uses its own interpreter. ``environment`` is the driver's; instances get
-    ``OMP_NUM_THREADS`` and the ``FLOODPLAIN_`` variables of it. Raises ``UserError`` if Ray is not installed, or has no
-    authentication yet.
+    ``OMP_NUM_THREADS`` and the ``FLOODPLAIN_`` variables of it.
     """
 
     def __init__(self, commands: Sequence[Sequence[str]], environment: Mapping[str, str], setup: RaySetup) -> None:

@@ -1,7 +1,6 @@
 """The router's side of migrations: moves running requests from one instance to another with their KV.
 
-``policy.dispatch`` chooses requests, ``MigrationTable`` the next action; this sends it, and moves requests in the
-router's table.
+``policy.dispatch`` chooses requests, ``MigrationTable`` the next action; this sends it.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ STEP_TIMEOUT_S = 30.0
 class MigrationCounts:
     """Counters of migrations; they only grow.
 
-    ``downtime_s`` is the time from orders to stop a request until it was told to go on, or was recomputed;
-    ``num_tokens`` are tokens whose KV moved.
+    ``downtime_s`` is the time from an order to stop a request until one to go on, or its recomputation; ``num_tokens``
+    are tokens whose KV moved.
     """
 
     num_ended: Counter[str] = field(default_factory=Counter)

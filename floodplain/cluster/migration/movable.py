@@ -199,7 +199,7 @@ class MigrationRole(Role):
         self._closings: set[asyncio.Task[None]] = set()
 
     async def end(self) -> None:
-        """End all migrations. On return no copy runs, and the engine has been told to free their blocks."""
+        """End all migrations. On return no copy runs, and the engine's thread will free their blocks."""
         for number in list(self._sources):
             self._release_source(number)
         for number in list(self._targets):

@@ -72,7 +72,7 @@ class Migration:
         since_s: When it began, or an answer came last.
         secret: What the target shows the source's bulk server at ``address``, to copy ``blocks``.
         num_computed: Leading tokens whose KV the source held at the end.
-        stopped_s: When the source was told to end the request; None before.
+        stopped_s: When the source was ordered to end the request; None before.
         num_copied: Leading blocks that the target has; it is copying ``num_copying`` more.
         num_stages: Copies that began while the request ran.
         result: None until the migration is over.

@@ -2,8 +2,7 @@
 
 A ``DeviceLink`` sends plans over a ``StageLink``, and activations by torch.distributed (NCCL), in a process group of
 the two stages. A transfer into this device starts only after its plan has arrived, so that none waits for a stage that
-has ended. If the connection ends, the process group is aborted, which ends a blocked transfer. Both ends compute the
-same choice from the facts of both. Not yet run on a GPU; tests run it over gloo.
+has ended. If the connection ends, the process group is aborted, which ends a blocked transfer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The router's side of pipelines: tells stages that joined which neighbours to link with.
+"""The router's side of pipelines: sends stages that joined the addresses of the neighbours to link with.
 
 A pipeline is formed when all of its stages have joined, and serves when all are linked. When the session of one ends,
 the others end, too: the KV of its layers is lost. They join again, with their parameters.

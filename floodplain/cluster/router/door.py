@@ -45,10 +45,7 @@ class Door(Accepting[asyncio.Task[None]]):
         super().open()
 
     async def read_hello(self, link: FrameLink) -> Hello | None:
-        """The ``Hello`` of this task's connection; None if it is late, or the connection ends.
-
-        Raises WireError if another message comes first.
-        """
+        """The ``Hello`` of this task's connection; None if late or missing. WireError if another message comes."""
         frame = await link.read(MAX_HELLO_BYTES, HELLO_TIMEOUT_S)
         if frame is None:
             return None

@@ -45,8 +45,7 @@ class ClusterEngine:
         relief: The reaction to an overload: one of ``settings.RELIEFS``.
         webhook: Receives a notice when memory is short and no more layers can be dropped; None: no notices.
 
-    Raises:
-        UserError: The model cannot be read, or has fewer layers than there are stages.
+    UserError if the model cannot be read, or has fewer layers than there are stages.
     """
 
     def __init__(
@@ -177,10 +176,8 @@ class ClusterEngine:
     ) -> AsyncGenerator[OutputDelta, None]:
         """Stream one request from whichever instances compute it. Closing the iterator aborts it.
 
-        Raises:
-            RequestRefused: It can never be served.
-            QueueFull: Too many requests wait, at the router or on every instance.
-            ShuttingDown: The server is draining.
+        RequestRefused if it can never be served; QueueFull if too many requests wait, at the router or on every
+        instance; ShuttingDown while the server drains.
         """
         if self._is_draining or self.failure is not None:
             raise ShuttingDown("the server is shutting down: send the request elsewhere")

@@ -1,7 +1,6 @@
 """Watches the load of a router's instances, and decides when groups drop layers and when they restore them. No I/O.
 
-``policy.relief`` decides when and whether it pays, ``policy.drop`` which instances. If nothing more can be dropped
-and requests still wait, an autoscaler is notified.
+``policy.relief`` decides when and whether it pays, ``policy.drop`` which instances.
 """
 
 from __future__ import annotations

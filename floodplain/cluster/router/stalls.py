@@ -131,7 +131,7 @@ def _counts(progress: Progress) -> tuple[int, int, int]:
 
 
 class StallGuard:
-    """Finds a router's stuck instances, with what it knows of its pipelines and groups."""
+    """Finds a router's stuck instances, with the router's pipelines and groups."""
 
     def __init__(
         self, watch: StallWatch, roster: Roster, forming: Forming | None, group_controller: GroupController | None

@@ -107,10 +107,7 @@ class RequestTable:
         return where
 
     def place(self) -> list[Entry]:
-        """Place waiting requests on instances, by priority and arrival. The placed ones, to be sent.
-
-        A suspect waits while each instance has one.
-        """
+        """Place waiting requests by priority and arrival; return them. A suspect waits while each instance has one."""
         placed = []
         if self._unplaced and any(one.takes_requests for one in self.roster):
             for entry in sorted(self._unplaced.values(), key=lambda one: (one.request.priority, one.number)):

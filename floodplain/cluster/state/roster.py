@@ -101,8 +101,7 @@ class Instance:
 class Roster:
     """All joined instances. One that sends nothing for ``silence_s`` seconds is declared dead.
 
-    ``first_facts`` are those of the instance that joined first: all others match them (``find_difference``). None
-    before that.
+    ``first_facts`` of the instance that joined first match all others' (``find_difference``); None before.
     """
 
     def __init__(self, silence_s: float) -> None:

@@ -1,8 +1,7 @@
 """Step plans and their tokens as frames between stages: only what a stage needs of a plan.
 
-Stages behind the first get activations instead of token ids; of a request, its sampling parameters, its number of known
-tokens, and its tokens only if the parameters use its history. Everything is checked against the stage's own sizes: a
-block id out of range would end the process.
+Stages behind the first get activations instead of token ids, and a request's tokens only if its parameters use the
+history. Everything is checked against the stage's own sizes: a block id out of range would end the process.
 """
 
 from __future__ import annotations

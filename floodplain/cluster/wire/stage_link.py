@@ -1,8 +1,7 @@
 """A link between two pipeline stages: a connection that carries step plans and their activations.
 
 The sender connects, and shows a secret that the router gave only to members of this pipeline. A thread reads frames as
-they arrive, so that two stages which send to each other never block on each other's full buffers. KV and
-parameters have their own connections (``bulk/server.py``), so that activations never queue behind them.
+they arrive, so that two stages which send to each other never block on each other's full buffers.
 """
 
 from __future__ import annotations

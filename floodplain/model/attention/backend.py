@@ -57,8 +57,7 @@ def write_rows(slot_mapping: torch.Tensor, block_tokens: int) -> torch.Tensor:
 def head_rows(key_rows: torch.Tensor, num_kv_heads: int, block_tokens: int) -> torch.Tensor:
     """Rows in the view [num_blocks * 2 * block_tokens * num_kv_heads, head_dim], head by head.
 
-    Takes [B, C] from ``context_rows``; returns [2, B, num_kv_heads, C], the keys' rows, then the values': the gathered
-    matrices need no further copy.
+    Takes [B, C] from ``context_rows``; returns [2, B, num_kv_heads, C], the keys' rows, then the values'.
     """
     heads = torch.arange(num_kv_heads, device=key_rows.device)[:, None]
     keys = key_rows[:, None] * num_kv_heads + heads  # [B, H, C]

@@ -1,8 +1,7 @@
 """Attention of one new token per sequence over a paged KV, in Triton (imported only on a CUDA device).
 
-One program serves one sequence, one key/value head with all its query heads, and one split of the context. Long
-contexts of few sequences are split so that every multiprocessor has work, and a second kernel combines the splits
-(flash decoding: pytorch.org/blog/flash-decoding).
+One program serves one sequence, one key/value head with all its query heads, and one split of the context; a second
+kernel combines the splits (flash decoding: pytorch.org/blog/flash-decoding).
 """
 
 from __future__ import annotations

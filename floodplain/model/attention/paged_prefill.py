@@ -1,4 +1,4 @@
-"""Attention of prefill chunks over a paged KV, by FlashInfer if it is installed. Not yet run on a GPU.
+"""Attention of prefill chunks over a paged KV, by FlashInfer if it is installed.
 
 All chunks of a step are one launch, and contexts are read in place. Written against flashinfer-python 0.7.2
 (docs.flashinfer.ai/api/prefill.html), which compiles a kernel for a dtype and a head size on first use.

@@ -74,9 +74,7 @@ class NativeOps:
     def decode(
         self, q: torch.Tensor, kv: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Attention of one query row per sequence, [B, heads * head_dim]; reads blocks in place.
-
-        Raises InvariantError if ``can_decode`` is False for these sizes.
+        """Attention of one query row per sequence, [B, heads * head_dim]; InvariantError unless ``can_decode``.
 
         Args:
             q: [B, heads, head_dim]; only its rows may be strided.

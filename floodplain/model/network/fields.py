@@ -117,7 +117,7 @@ class Fields:
         pattern: str = r"(?!)",
         because: str = "no code reads this key, so the model would be computed without it",
     ) -> None:
-        """Raise UserError, which says ``because``, if keys that were not read have a value.
+        """Raise UserError, with ``because``, if keys that were not read have a value.
 
         Keys that change no number are ``known``, ``neutral`` at these values, or match ``pattern``.
         """

@@ -107,7 +107,7 @@ _ARCHITECTURES = {**{family.architecture: name for name, family in _LLAMA_LIKE.i
 def parse_hf_config(config: Mapping[str, Any], name: str, where: str = "config.json") -> ModelConfig:
     """Read the mapping in a HF ``config.json`` (``where``, for messages) into a configuration with this ``name``.
 
-    Raises UserError if a key is missing, malformed or unknown here, or asks for something that is not supported.
+    Raises UserError if a key is missing, malformed or unknown here, or a value is not supported.
     """
     fields = Fields(config, where)
     if fields.value("quantization_config", None) is not None:

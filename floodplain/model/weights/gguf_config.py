@@ -55,7 +55,7 @@ def parse_gguf_config(
 ) -> ModelConfig:
     """The configuration called ``name`` of a file with the architecture ``llama``.
 
-    ``tensors`` tell what is in no key; ``divisors`` are those in ``rope_freqs.weight``. Raises UserError if a key is
+    ``tensors`` show what is in no key; ``divisors`` are those in ``rope_freqs.weight``. Raises UserError if a key is
     missing, malformed, unknown here or not supported.
     """
     fields.require("general.architecture", "llama")

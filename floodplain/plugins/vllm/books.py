@@ -1,7 +1,5 @@
 """Tracks which blocks of vLLM's requests have a copy in swap space, and which copies are under way.
 
-A copy is one request's own, or is found by its content and serves all requests that have it (``by_content``).
-
 vLLM reuses the blocks of a preempted request at once. So an outbound copy holds its blocks, as a request would, and
 frees them when it has ended: no step waits for it, and no block is overwritten before it was read.
 """
@@ -138,11 +136,7 @@ class SwapBooks:
         return self.count_draining()
 
     def count_draining(self, deferred: Sequence[Any] = ()) -> int:
-        """Return the number of blocks that only copies and outstanding steps still hold.
-
-        Args:
-            deferred: Blocks held by outstanding steps, once for each hold.
-        """
+        """Return the number of blocks that only copies and outstanding steps (``deferred``, each hold) still hold."""
         holds = [*self.held_blocks, *deferred]
         held = {block.block_id: block for block in holds}
         num_holds = Counter(block.block_id for block in holds)
@@ -172,14 +166,8 @@ class SwapBooks:
     def back_up(self, tracked: TrackedRequest, tables: Tables, num_computed: int, most: int, tier: Tier) -> None:
         """Start backups of up to ``most`` more full blocks of a request, as many as ``tier`` has slots for.
 
-        Pinned contents are not evicted for them.
-
-        Args:
-            tracked: The request.
-            tables: Its block table in each group, vLLM's objects.
-            num_computed: Leading tokens that have KV there.
-            most: Blocks.
-            tier: The target.
+        Pinned contents are not evicted for them. ``tables`` has its block table in each group, vLLM's objects;
+        ``num_computed`` leading tokens have KV there.
         """
         first = len(tracked.backups)
         room = min(self.backups.num_available(tier), self.backups.num_unpinned)
@@ -199,8 +187,7 @@ class SwapBooks:
     ) -> bool:
         """Swap out a request: copy blocks without a backup to ``tier`` (None: nearest), or elsewhere if it is full.
 
-        Returns:
-            False, and nothing is kept of it, if there is no room, or nothing to keep.
+        False, and nothing is kept of it, if there is no room, or nothing to keep.
         """
         first = len(tracked.backups)  # more than it has, if it lost its KV and computes again
         num_full = max(first, self._count_full(num_computed))
@@ -299,12 +286,7 @@ class SwapBooks:
         """Start to copy the contents of an ended request's pin that have no copy, the first ones first.
 
         Only slots of cheaper pins are taken, and copying ends where there are none. A piece's blocks are free when the
-        piece has ended.
-
-        Args:
-            tracked: The request.
-            table: Its blocks.
-            pin: Of its leading full blocks.
+        piece has ended. ``table`` has the request's blocks, ``pin`` is of its leading full ones.
         """
         unsaved = [place for place, key in enumerate(pin.keys) if self.backups.find(key) is None]
         for first in range(0, len(unsaved), SAVED_TOGETHER):
@@ -407,8 +389,7 @@ class SwapBooks:
     def void_copies(self) -> None:
         """Void all copies under way; their requests must be forgotten, too.
 
-        An outbound copy only reads: its blocks are free at once. An inbound copy still writes: it holds its blocks
-        until it has ended, and its request must not wait for it.
+        An outbound copy only reads: its blocks are free at once. An inbound one holds its blocks until it has ended.
         """
         assert self._holder is not None
         for move in self.transfers:

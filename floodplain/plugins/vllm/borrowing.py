@@ -1,8 +1,4 @@
-"""Swap space on other devices: vLLM's scheduler borrows it through the coordinator, for the worker beside it.
-
-The scheduler's side keeps the books and the leases; the worker has the memory. Leases that one side names and the other
-maps need both in one process, which is how vLLM runs a single device.
-"""
+"""Swap space on other devices: vLLM's scheduler borrows it by the coordinator, for the worker in its process."""
 
 from __future__ import annotations
 
@@ -52,8 +48,7 @@ class Borrowing:
     def start(self) -> None:
         """Join, and go on in the background; without a coordinator it warns once and goes on trying.
 
-        Raises:
-            UserError: The coordinator refuses: the token is wrong, or the name.
+        UserError if the coordinator refuses the token or the name.
         """
         try:
             self._neighbours.start()

@@ -15,6 +15,8 @@ from floodplain.memory.kv_layout import KVLayout
 class CacheBlocks:
     """vLLM's KV caches as a ``BlockStore``.
 
+    UserError if a layer's part of a block is not one piece of memory, or its device is one from which none is copied.
+
     Args:
         caches: By layer, each with its blocks in one dimension; several for a layer that keeps several states.
         num_blocks: Of vLLM's pool.
@@ -23,9 +25,6 @@ class CacheBlocks:
         device: Of the caches.
         words: The pieces of memory of a block, int32 [blocks, words]: one of each layer, or one of all layers if vLLM
             keeps a block's layers side by side (its layouts that begin with B).
-
-    Raises:
-        UserError: A layer's part of a block is not one piece of memory, or its device is one from which none is copied.
     """
 
     def __init__(self, caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], num_blocks: int) -> None:
@@ -42,11 +41,7 @@ class CacheBlocks:
         self._num_blocks = num_blocks
 
     def expect_pieces(self, num_bytes: int) -> None:
-        """Check that parts of blocks begin at, and have, a whole multiple of ``num_bytes``.
-
-        Raises:
-            UserError: A part does not.
-        """
+        """Raise UserError unless parts of blocks begin at, and have, a whole multiple of ``num_bytes``."""
         if any(words.data_ptr() % num_bytes or 4 * words.shape[1] % num_bytes for words in self.words):
             raise UserError(f"this model's blocks do not begin at whole {num_bytes} bytes, which copies on a GPU need")
 

@@ -338,8 +338,8 @@ class SteeredScheduler(StreamedInputScheduler):
     def _update_request_with_output(self, request: Request, *args: Any, **kwargs: Any) -> tuple[list[int], bool]:
         """Record a step's tokens; with async scheduling, they replace its placeholders.
 
-        vLLM restores nothing of requests that need their prompts computed, for the log probabilities of its tokens.
-        These are complete when the first token is there.
+        vLLM restores nothing of requests whose prompts' log probabilities it must compute, until the first token is
+        there.
         """
         base = AsyncScheduler if self.is_async else Scheduler
         known: tuple[list[int], bool] = base._update_request_with_output(self, request, *args, **kwargs)
@@ -399,10 +399,7 @@ def _adapter_of(request: Request) -> int | None:
 
 
 def was_aborted(request: Request) -> bool:
-    """Whether a request's client ended it; False if it may have been one of its stop strings.
-
-    vLLM finds those in another process, which then aborts the request.
-    """
+    """Whether a request's client ended it; False if one of its stop strings may have, which another process finds."""
     sampling = request.sampling_params
     may_be_stopped = sampling is not None and sampling.stop and request.num_output_tokens
     return bool(request.status == RequestStatus.FINISHED_ABORTED) and not may_be_stopped

@@ -1,4 +1,4 @@
-"""Names of vLLM's block pool that it may change without notice: the part of ``compat`` that is about blocks."""
+"""The part of ``compat`` that is about blocks: names of vLLM's block pool that it may change without notice."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from floodplain.plugins.vllm.prefix_index import NOTHING, Found, PrefixIndex
 class WatchedPool(BlockPool):
     """vLLM's pool, which also reports changes of blocks' reference counts and contents.
 
-    vLLM creates its pool deep inside its KV cache manager, and has no setting for its class. So the existing pool's
-    class is replaced by this one, with the same attributes.
+    vLLM has no setting for its pool's class. So the existing pool's class is replaced, with the same attributes.
     """
 
     exclusive: ExclusiveCounts
@@ -72,12 +71,7 @@ class BlockFinder:
     """Implements ``rows.Blocks`` with vLLM's KV cache manager.
 
     Prefixes are those of the first group with full attention: what other groups have of them is not looked up, so a
-    prefix may turn out to be shorter.
-
-    Args:
-        manager: vLLM's.
-        groups: Of the model's layers.
-        hash_tokens: Tokens of a block whose content vLLM hashes.
+    prefix may turn out to be shorter. ``hash_tokens``: tokens of a block whose content vLLM hashes.
     """
 
     def __init__(self, manager: Any, groups: Sequence[CacheGroup], hash_tokens: int) -> None:

@@ -29,7 +29,7 @@ def find_config() -> Any:
 
 
 def follows_sleep() -> bool:
-    """Whether this vLLM tells connectors when it unmaps its KV cache."""
+    """Whether this vLLM calls connectors when it unmaps its KV cache."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     return hasattr(KVConnectorBase_V1, "unregister_kv_caches")

@@ -1,8 +1,7 @@
 """The module for ``kv_connector_module_path``: vLLM gets the connector's class here, in each of its processes.
 
-vLLM gets the class while it makes its configuration, in the user's own process and before any other is started, but
-passes no configuration. So that configuration is looked up on the stack: a refusal at this point costs one line, and
-no start.
+vLLM gets the class while it makes its configuration, before any other process is started, but passes no configuration.
+So that is looked up on the stack: a refusal at this point costs one line, and no start.
 """
 
 from __future__ import annotations
@@ -21,12 +20,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Return the connector's class, for a supported configuration.
-
-    Raises:
-        Refusal: The configuration that is being made is not supported.
-        AttributeError: Another name was requested.
-    """
+    """Return the connector's class; Refusal if the configuration that is being made is not supported."""
     if name.startswith("__"):
         raise AttributeError(name)
     end_quietly_after_refusals()
@@ -43,11 +37,7 @@ def __getattr__(name: str) -> Any:
 
 
 def refuse_early() -> None:
-    """Refuse an unsupported configuration on the caller's stack that names our scheduler or connector.
-
-    Raises:
-        Refusal: It does, and is not.
-    """
+    """Raise Refusal if the configuration on the caller's stack names our scheduler or connector, unsupported."""
     end_quietly_after_refusals()
     config = find_config()
     if config is not None and (names_scheduler(config) or names_connector(config)):
@@ -56,11 +46,7 @@ def refuse_early() -> None:
 
 
 def check_config(vllm_config: Any) -> None:
-    """Refuse what the plug-in does not support, as far as it is known before a model is loaded.
-
-    Raises:
-        UserError: One line that says what to change.
-    """
+    """Raise UserError for what the plug-in does not support, as far as it is known before a model is loaded."""
     settings = (read_settings if names_connector(vllm_config) else read_alone)(find_extra(vllm_config))
     expect_usable(find_distribution()[1])
     borrows, pins = settings.coordinator is not None, settings.pin_sessions

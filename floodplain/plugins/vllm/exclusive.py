@@ -1,7 +1,6 @@
 """Counts the blocks that only one request holds, and updates the counts as reference counts change.
 
-A new count costs as much as a block table is long, and a step has hundreds of tables. A decoding request adds a block
-once in many steps, and only blocks whose reference count changed can change the count of a table that did not grow.
+A new count costs as much as a block table is long, and a step has hundreds of tables, most of them unchanged.
 """
 
 from __future__ import annotations
@@ -35,12 +34,7 @@ class ExclusiveCounts:
                 self._changed[block.block_id] = block
 
     def count(self, seq_id: SeqId, table: Sequence[Any]) -> int:
-        """Return the number of exclusive blocks of a table.
-
-        Args:
-            seq_id: Its request.
-            table: All of its blocks.
-        """
+        """Return the number of exclusive blocks in the whole ``table`` of request ``seq_id``."""
         if self._changed:
             self._settle()
         seen = self._tables.get(seq_id)

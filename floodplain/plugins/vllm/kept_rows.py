@@ -1,7 +1,7 @@
 """Rows of earlier steps that are still valid: a row is made anew only if something that it states changed.
 
-A decoding row states from which step on it needs a block or has nothing to run (``core.view``). So it is valid while
-its request gets a token in every step, and its table, its backups and its exclusive blocks are the same.
+The row of a decoding request (``core.view``) is valid while the request gets a token in every step, and its table, its
+backups and its exclusive blocks are the same.
 """
 
 from __future__ import annotations
@@ -95,9 +95,8 @@ class KeptRows:
 def _lead(one: TrackedRequest, row: SequenceView) -> int | None:
     """Return computed tokens less the step: constant while a decoding request gets a token in every step.
 
-    Known and expected tokens grow with them, while no drafts are outstanding. None: the row must be made anew in the
-    next step, because its request does not decode yet, is about to get its first token, or has drafts outstanding:
-    the row counts their slots as taken, and those of rejected drafts are free again.
+    None: the row must be made anew in the next step, because its request does not decode yet, is about to get its first
+    token, or has drafts outstanding: the row counts their slots as taken, and those of rejected drafts are free again.
     """
     is_steady = row.is_decoding and row.first_token_s is not None and not one.num_unverified_tokens
     return row.num_scheduled - row.since_step if is_steady else None

@@ -1,7 +1,7 @@
 """Keeps KV of ended requests in swap space for the next request of their session, as our own engine does.
 
-``runtime.sessions`` tells which requests follow each other, and for how long their KV is worth its slots. A session's
-name is vLLM's ``session_id``; a tenant is a ``cache_salt``. Requests without a name are told apart by their prompts.
+``runtime.sessions`` finds which requests follow each other, and for how long their KV is worth its slots. A session's
+name is vLLM's ``session_id``; a tenant is a ``cache_salt``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,7 @@ from floodplain.runtime.sessions import SessionBook
 
 
 class KeptSessions:
-    """The sessions of one engine, and the pins of their KV.
-
-    Args:
-        books: Of swap space, by content.
-        block_tokens: Tokens of a block.
-    """
+    """The sessions of one engine, and the pins of their KV. ``books`` are of swap space, by content."""
 
     def __init__(self, books: SwapBooks, block_tokens: int) -> None:
         self.book = SessionBook(books.backups)
@@ -41,11 +36,8 @@ class KeptSessions:
     def end(self, one: TrackedRequest, table: Sequence[Any], now: float, least_chance: float) -> None:
         """Note that a request has ended; pin the contents of its full blocks, and copy those without a copy.
 
-        Args:
-            one: The request.
-            table: Its blocks, which it still holds.
-            now: In monotonic seconds.
-            least_chance: Of a further request of the session, for a copy to be worth its time.
+        ``table`` has its blocks, which it still holds; ``now`` is monotonic seconds; ``least_chance`` of a further
+        request of the session, for a copy to be worth its time.
         """
         if one.session is not None:
             # A step that is outstanding may still write the KV of the last token.

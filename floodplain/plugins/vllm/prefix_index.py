@@ -1,8 +1,7 @@
 """Caches how much of each waiting request's prefix is on the device, until a block changes.
 
-A prefix can be hundreds of blocks long, and many requests can wait for the same one. So blocks are looked up once for
-all requests that begin alike. They are looked up again only if one of their blocks was evicted, or was taken or freed
-by its only holder, or if the first missing block has arrived.
+Blocks are looked up once for all requests that begin alike, and again only if one of their blocks was evicted, or was
+taken or freed by its only holder, or if the first missing block has arrived.
 """
 
 from __future__ import annotations
@@ -16,12 +15,7 @@ from floodplain.core.request import SeqId
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Leading blocks of a request that are on the device.
-
-    Attributes:
-        num_blocks: How many.
-        num_shared: How many of these other requests or copies hold.
-    """
+    """Leading blocks of a request that are on the device; ``num_shared`` of them other requests or copies hold."""
 
     num_blocks: int = 0
     num_shared: int = 0
@@ -54,9 +48,8 @@ class _Answer:
 class PrefixIndex:
     """Finds the prefixes of requests, and keeps one answer for each.
 
-    Args:
-        find: Returns the block (``ref_cnt``, ``block_id``) with a content, by the hash of all content up to its end;
-            None if it is not on the device.
+    ``find`` returns the block (``ref_cnt``, ``block_id``) with a content, by the hash of all content up to its end;
+    None if it is not on the device.
     """
 
     def __init__(self, find: Callable[[Any], Any]) -> None:
@@ -68,12 +61,9 @@ class PrefixIndex:
         self._forgotten: set[SeqId] = set()
 
     def find(self, seq_id: SeqId, hashes: Sequence[Any], most: int) -> Found:
-        """Return the leading blocks of a request that are on the device now.
+        """Return the leading blocks of a request, at most ``most``, that are on the device now.
 
-        Args:
-            seq_id: Of a request.
-            hashes: Of its full blocks, from the first on; only more can follow.
-            most: The most blocks to look for.
+        ``hashes`` are those of its full blocks, from the first on; only more can follow.
         """
         answer = self._answers.get(seq_id)
         if answer is None or answer.most != most:

@@ -24,10 +24,7 @@ _MARK = "_FLOODPLAIN_REFUSED"
 class Refusal(UserError, SystemExit):
     """The plug-in refuses something. A program may catch it as any error; uncaught it ends the process quietly.
 
-    vLLM would print a traceback of some hundred lines in each of its processes.
-
-    Attributes:
-        code: The exit status.
+    vLLM would print a traceback of some hundred lines in each of its processes. ``code`` is the exit status.
     """
 
     def __init__(self, line: str) -> None:
@@ -59,8 +56,8 @@ def _leave_mark() -> None:
 def end_quietly_after_refusals() -> None:
     """Let this process end without a traceback if an engine process that it starts ends by a ``Refusal``.
 
-    That process has printed the line by then. vLLM raises a ``RuntimeError`` here, which a program may still catch;
-    vLLM has no other hook for how the process ends. If called again, it forgets earlier refusals.
+    That process has printed the line by then. vLLM raises a ``RuntimeError`` here, which a program may still catch. If
+    called again, it forgets earlier refusals.
     """
     if isinstance(sys.excepthook, _QuietEnd):
         sys.excepthook.forget()

@@ -14,10 +14,7 @@ NATIVE = "OffloadingConnector"
 
 
 def register() -> None:
-    """Register the connector's name, and refuse in one line what it does not support. Safe to call twice.
-
-    Raises:
-        Refusal: This process of vLLM starts an engine with our scheduler or connector that is not supported.
+    """Register the connector's name; Refusal if this process starts an unsupported engine. Safe to call twice.
 
     https://docs.vllm.ai/en/latest/design/plugin_system.html
     """

@@ -66,29 +66,14 @@ class Blocks(Protocol):
         """
 
     def find_prefix(self, seq_id: SeqId, request: Request, most: int) -> Found:
-        """Return the leading blocks of a request, ``most`` at most, that are on the device by content.
-
-        Without prefix caching there are none.
-        """
+        """Return a request's leading blocks, at most ``most``, on the device by content (prefix caching)."""
 
     def watch_only(self, holding: Set[SeqId], absent: Set[SeqId]) -> None:
-        """Stop watching all requests but these.
-
-        Args:
-            holding: Requests that hold blocks.
-            absent: Requests that hold none.
-        """
+        """Stop watching all requests but these: those that hold blocks, and those that hold none."""
 
 
 class RowMaker:
-    """Makes rows of one step.
-
-    Args:
-        limits: Of the engine.
-        blocks: Of the engine.
-        books: Of swap space.
-        step: To be planned.
-    """
+    """Makes rows of the step ``step``, which is to be planned."""
 
     def __init__(self, limits: Limits, blocks: Blocks, books: SwapBooks, step: int) -> None:
         self._limits, self._blocks, self._books, self._step = limits, blocks, books, step

@@ -24,11 +24,7 @@ class _Saved:
 
 
 class SavedPrefixes:
-    """Finds leading blocks of requests that have whole copies.
-
-    Args:
-        backups: All copies.
-    """
+    """Finds leading blocks of requests that have whole copies in ``backups``."""
 
     def __init__(self, backups: BackupTable) -> None:
         self._backups = backups
@@ -46,12 +42,9 @@ class SavedPrefixes:
         return found
 
     def count(self, seq_id: SeqId, keys: Sequence[BlockKey], most: int) -> int:
-        """Return the length of that run at the last ``refresh``.
+        """Return the length of that run, at most ``most``, at the last ``refresh``.
 
-        Args:
-            seq_id: Of a request.
-            keys: Of its full blocks, from the first on; only more can follow.
-            most: The most blocks to look for.
+        ``keys`` are of the request's full blocks, from the first on; only more can follow.
         """
         return self._index.find(seq_id, keys, min(most, len(keys))).num_blocks
 

@@ -83,18 +83,14 @@ class FloodplainScheduler(SteeredScheduler):
         self._timer = StepTimer()
 
     def _expect_contents(self) -> None:
-        """Refuse to keep KV for sessions where a block's content does not say all that a request needs."""
+        """Refuse to keep KV for sessions where a block's content is not all that a request needs."""
         if self._settings.pin_sessions and not self.finder.finds_all:
             raise UserError(
                 "this model's layers keep different KV, which is not kept for sessions: leave pin_sessions out"
             )
 
     def _make_controller(self) -> SwapController:
-        """Return a controller without slots; vLLM's own connector may keep the KV of preempted requests.
-
-        Raises:
-            UserError: The settings are not supported.
-        """
+        """Return a controller without slots: vLLM's own connector may keep KV. UserError for unsupported settings."""
         block_bytes = count_block_bytes(self.kv_cache_config)
         controller = SwapController(read_alone(find_extra(self.vllm_config)), block_bytes, self.groups, 1)
         controller.books.bind(self.finder.pool)
@@ -150,7 +146,7 @@ class FloodplainScheduler(SteeredScheduler):
     # -- what it decides -------------------------------------------------------------------------------------------
 
     def plan(self) -> Iterable[str]:
-        """Ask the policy and apply its decision; return the requests to admit or resume, in order."""
+        """Call the policy and apply its decision; return the requests to admit or resume, in order."""
         self._step += 1
         self._controller.is_computing = self._timer.is_computing
         self._note_changes()

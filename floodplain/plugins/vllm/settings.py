@@ -67,11 +67,7 @@ class PluginSettings:
     pin_sessions: bool = False
 
     def make_policy(self) -> Policy:
-        """Return a new policy object. Values that are not set in seconds follow the prices of steps.
-
-        Raises:
-            UserError: A value is out of its range.
-        """
+        """Return a new policy object; UserError if a value is out of range. Goals that are not set follow prices."""
         return make_policy(self.policy, settings_for(self.policy, **{"max_gap_s": None, **(self.sharing or {})}))
 
 
@@ -87,11 +83,7 @@ def list_connectors(vllm_config: Any) -> list[Mapping[str, Any]]:
 
 
 def find_extra(vllm_config: Any) -> dict[str, Any]:
-    """Return our names and values in a configuration of vLLM.
-
-    Raises:
-        UserError: They are not a JSON object.
-    """
+    """Return our names and values in a configuration of vLLM; UserError if they are not a JSON object."""
     for one in list_connectors(vllm_config):
         if one.get("kv_connector") == CONNECTOR:
             return dict(one.get("kv_connector_extra_config", {}))
@@ -105,11 +97,7 @@ def find_extra(vllm_config: Any) -> dict[str, Any]:
 def read_alone(extra: Mapping[str, Any]) -> PluginSettings:
     """Check ``floodplain`` of ``--additional-config``: no swap space, so no settings of it.
 
-    Args:
-        extra: Names and values.
-
-    Raises:
-        UserError: A name is unknown or not allowed here, or a value is out of its range.
+    UserError if a name is unknown or not allowed here, or a value is out of its range.
     """
     others = [name for name in extra if name not in ALONE]
     if others:
@@ -120,15 +108,9 @@ def read_alone(extra: Mapping[str, Any]) -> PluginSettings:
 def read_settings(
     extra: Mapping[str, Any], *, are_flags: bool = False, where: str = "kv_connector_extra_config"
 ) -> PluginSettings:
-    """Check the names and values of ``kv_connector_extra_config``.
+    """Check ``kv_connector_extra_config``; UserError if a name is unknown, or a value is out of its range.
 
-    Args:
-        extra: Names and values.
-        are_flags: They were given as flags, so errors name flags.
-        where: The place that errors name.
-
-    Raises:
-        UserError: A name is unknown, or a value is out of its range.
+    ``are_flags``: they were given as flags, so errors name flags. ``where``: the place that errors name.
     """
     for name, value in extra.items():
         if name not in _TYPES:

@@ -1,7 +1,6 @@
 """Requests that hold no blocks: waiting ones in a policy's order, and those with KV in swap space.
 
-vLLM has them in one queue. Here each is sorted in once, when it enters that queue, so that a step costs as much with
-ten thousand in the queue as with ten.
+Each is sorted in once, when it enters vLLM's queue, so that a step costs as much with ten thousand as with ten.
 """
 
 from __future__ import annotations
@@ -18,16 +17,13 @@ if TYPE_CHECKING:
 
 
 class SortedQueue:
-    """Sorts the requests of vLLM's queue into waiting and swapped ones.
+    """Sorts the requests of vLLM's queue into waiting and ``swapped`` ones (KV in swap space or on its way there).
 
     Args:
         roster: Of all live requests.
         key: The order of waiting requests; fixed while a request waits.
         window: The number of them that a policy sees,
         num_newest: and of the newest others.
-
-    Attributes:
-        swapped: Requests with KV in swap space, or on its way there.
     """
 
     def __init__(self, roster: RequestRoster, key: Callable[[Any], OrderKey], window: int, num_newest: int = 0) -> None:
@@ -47,11 +43,9 @@ class SortedQueue:
         return cast(tuple[TrackedRequest, ...], self._line.shown())
 
     def refresh(self, changed: Mapping[str, Request | None], is_ready: Callable[[Request], bool]) -> None:
-        """Apply changes of vLLM's queue.
+        """Apply changes of vLLM's queue: requests added there, or removed (None), since the last call.
 
-        Args:
-            changed: Requests added there, or removed (None), since the last call.
-            is_ready: Whether vLLM would admit a request now; called each time until it is true.
+        ``is_ready``: whether vLLM would admit a request now; called each time until it is true.
         """
         for request_id, request in changed.items():
             known = self._here.pop(request_id, None)

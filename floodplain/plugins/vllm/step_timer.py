@@ -22,11 +22,7 @@ class StepTimer:
         self._outstanding.append((now, computes, has_copies))
 
     def end(self, now: float) -> tuple[float, bool]:
-        """Finish the oldest outstanding step, whose tokens are known.
-
-        Returns:
-            (the seconds that it took, ``has_copies``).
-        """
+        """Finish the oldest outstanding step, whose tokens are known: (the seconds that it took, ``has_copies``)."""
         begin_s, _, has_copies = self._outstanding.popleft()
         duration_s = now - max(begin_s, self._last_end_s)
         self._last_end_s = now

@@ -110,16 +110,12 @@ _CHECKS: tuple[Check, ...] = (
 
 
 def expect_supported(vllm_config: Any, *, borrows: bool, pins: bool, follows_sleep: bool) -> None:
-    """Refuse a configuration that the plug-in does not support.
+    """Raise UserError, which names what is not supported and what to change, for a configuration of vLLM.
 
     Args:
-        vllm_config: vLLM's.
         borrows: Whether the plug-in is to borrow memory.
         pins: Whether the plug-in is to keep KV for sessions.
-        follows_sleep: Whether this vLLM tells connectors when it unmaps its KV cache.
-
-    Raises:
-        UserError: One line that names what is not supported, and what to change.
+        follows_sleep: Whether this vLLM calls connectors when it unmaps its KV cache.
     """
     for is_wrong, line in _CHECKS:
         if is_wrong(vllm_config):

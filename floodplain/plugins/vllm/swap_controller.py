@@ -28,7 +28,6 @@ class SwapController:
     """The state that scheduler and connector share.
 
     Args:
-        settings: Of the plug-in.
         block_bytes: Of one block, over all layers of one worker.
         groups: Of the model's layers.
         num_workers: The number of workers that copy.

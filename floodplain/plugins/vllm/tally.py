@@ -1,7 +1,7 @@
 """Counts for metrics, in the form in which vLLM passes them on: names with their labels, and numbers.
 
 A name is a family and the values of its labels, separated by blanks: ``swap_bytes_total out host``. A count is of
-events since the last ``take``; a gauge is present if it has changed. docs/metrics.md says what they mean.
+events since the last ``take``; a gauge is present if it has changed. docs/metrics.md has their meanings.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ class Family:
     """A metric and its labels.
 
     Attributes:
-        text: Its description.
         labels: Names, in the order in which their values follow the family's name.
         is_gauge: Whether its last value is shown, not the sum of all.
         values: Of a counter, the values that each of its labels has.

@@ -27,15 +27,14 @@ class TrackedRequest:
         order_key: (priority, arrival in monotonic seconds, id).
         account: Of its request; the request's choices share it (``core.served``).
         entered_step: The step in which it last entered the device.
-        first_token_s: When it got its first token; None before.
-        last_token_s: When it got its last token; None before the first.
+        first_token_s: When it got its first token; None before. ``last_token_s``: its last.
         num_seen_tokens: Output tokens that it had then.
         backups: Of its leading full blocks, one each (``SwapBooks``).
         rest: Of all others, by (group, place in the block table); released when the request runs again.
         num_kept_tokens: The leading tokens for which ``backups`` and ``rest`` are.
         is_away: Its KV is in swap space, and on the device as far as inbound copies have restored it.
         num_leaving: Its blocks that outbound copies still read.
-        num_local_tokens: Leading tokens on the device when vLLM last asked what we have of it.
+        num_local_tokens: Leading tokens on the device at vLLM's last call of ``get_num_new_matched_tokens``.
         num_cached_tokens: Tokens of its prompt that were not computed, because they were cached or kept at first.
         session: Its number in ``runtime.sessions``; None if sessions are not kept.
         has_drafts: Whether vLLM speculates. Then no two steps of it are outstanding when one is planned, and all that
@@ -164,12 +163,7 @@ class RequestRoster:
         return self._by_name.get(request_id)
 
     def arrive(self, request: Request, arrival_s: float) -> TrackedRequest:
-        """Track a new request; its credit is the least work of any live one (``core.served``).
-
-        Args:
-            request: vLLM's.
-            arrival_s: When it arrived, in monotonic seconds.
-        """
+        """Track a new request; its credit is the least work of any live one (``core.served``). Monotonic seconds."""
         tracked = TrackedRequest(SeqId(self._num_arrived), request, self._least_work(), arrival_s)
         tracked.has_drafts = self.has_drafts
         if parent := _parent_of(request.request_id):

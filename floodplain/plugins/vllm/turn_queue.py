@@ -12,10 +12,9 @@ if TYPE_CHECKING:
 
 
 class TurnQueue:
-    """Behaves as vLLM's ``RequestQueue``: counts and iterates all requests.
+    """Behaves as vLLM's ``RequestQueue``; while a step is planned, only the admitted requests seem to be there.
 
-    While a step is planned, only the admitted ones seem to be there: vLLM takes from it until it is empty, or until one
-    of them finds no room.
+    vLLM takes from it until it is empty, or until one of them finds no room.
     """
 
     def __init__(self) -> None:
@@ -47,19 +46,11 @@ class TurnQueue:
             self.add_request(request)
 
     def peek_request(self) -> Request:
-        """Return the next request.
-
-        Raises:
-            IndexError: There is none.
-        """
+        """Return the next request; IndexError if there is none."""
         return self._all[self._next()]
 
     def pop_request(self) -> Request:
-        """Remove and return the next request.
-
-        Raises:
-            IndexError: There is none.
-        """
+        """Remove and return the next request; IndexError if there is none."""
         request = self._all.pop(self._next())
         self._changed[request.request_id] = None
         if self._let_in is not None:

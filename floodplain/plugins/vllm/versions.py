@@ -18,11 +18,7 @@ _MOST_CHANGES = 4
 
 
 def find_distribution() -> tuple[str, str]:
-    """Return (name, version) of the installed vLLM.
-
-    Raises:
-        UserError: There is none.
-    """
+    """Return (name, version) of the installed vLLM; UserError if there is none."""
     for name in _DISTRIBUTIONS:
         try:
             return name, metadata.version(name)
@@ -32,13 +28,9 @@ def find_distribution() -> tuple[str, str]:
 
 
 def expect_usable(version: str) -> None:
-    """Accept a tested version, and an untested one with a warning if it has all names that the plug-in uses.
+    """Accept a tested version, and an untested one, with a warning, if it has all names that the plug-in uses.
 
-    Args:
-        version: Of the installed vLLM.
-
-    Raises:
-        UserError: It lacks some, which the line names.
+    Else UserError, which names the missing ones.
     """
     if ".".join(version.split(".")[:2]) in TESTED_VERSIONS:
         return

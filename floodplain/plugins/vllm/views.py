@@ -43,14 +43,7 @@ class Present:
 
 
 class ViewMaker:
-    """Makes the views of one engine.
-
-    Args:
-        limits: Of the engine.
-        blocks: Of the engine.
-        controller: Of swap space.
-        sorted_queue: Requests that hold no blocks.
-    """
+    """Makes the views of one engine; ``sorted_queue`` has requests that hold no blocks."""
 
     def __init__(self, limits: Limits, blocks: Blocks, controller: SwapController, sorted_queue: SortedQueue) -> None:
         self._limits, self._blocks, self._controller, self._sorted_queue = limits, blocks, controller, sorted_queue
@@ -66,9 +59,6 @@ class ViewMaker:
             step: Its index.
             present: Requests that hold blocks now; the others are in the sorted_queue.
             is_open: Requests of the sorted_queue may be admitted; else the view shows none of them.
-            prices: The costs of computing.
-            demand: Recent lengths, rates and waits of requests.
-            completion_step: The ``View``'s field.
         """
         limits, controller = self._limits, self._controller
         controller.links.note_step(step)
@@ -110,7 +100,7 @@ class ViewMaker:
     ) -> tuple[tuple[SequenceView, ...], tuple[SequenceView, ...]]:
         """Return rows of swapped and of the first waiting requests; without backups, a swapped one waits.
 
-        A policy would preempt for one that vLLM then does not admit, in every step.
+        Requests that vLLM would not admit are left out: a policy would preempt for one in every step.
         """
         rows, sorted_queue = self._rows, self._sorted_queue
         swapped = []

@@ -18,19 +18,15 @@ _IDLE_WAIT_S = 0.05
 
 
 class SwapWorker:
-    """Copies blocks as the scheduler orders.
+    """Copies blocks as the scheduler orders. UserError if blocks begin where none can be copied, or without memory.
 
     Args:
-        blocks: vLLM's.
         num_slots: Of swap space in host memory.
         peer_bytes: The most swap space on other devices; 0 has none.
 
     Attributes:
         peer: Without memory until this process borrows some.
         before_close: Called before swap space is freed.
-
-    Raises:
-        UserError: The blocks do not begin where copies of their device need it, or memory is missing.
     """
 
     def __init__(self, blocks: CacheBlocks, num_slots: int, peer_bytes: int = 0) -> None:
