@@ -31,7 +31,7 @@ from floodplain.live.routes import page_routes
 from floodplain.web.bodies import READERS, JsonRoute, parse_model
 from floodplain.web.errors import ApiError, describe_errors, error_response, install_error_handlers
 from floodplain.web.gate import CLIENT_SCOPE_KEY, DrainSwitch, Gate
-from floodplain.web.origin import LOOPBACK_ONLY, OriginGate, OwnNames, expect_json
+from floodplain.web.origin import LOOPBACK_ONLY, OwnNames, expect_json
 from floodplain.web.scrape import ProcessMetrics, scrape
 from floodplain.web.workers import Workers
 
@@ -132,8 +132,7 @@ def create_app(
     if has_page:
         feed = Feed(lambda: open_look(worker), lambda: drain.is_draining, PERIOD_S)
         app.include_router(page_routes(feed, _require_admin))
-    gate = Gate(MessageRoute(app, worker), drain, tokens, MAX_BODY_BYTES)
-    return OriginGate(gate, names)
+    return Gate(MessageRoute(app, worker), drain, tokens, MAX_BODY_BYTES, names)
 
 
 def _add_service_routes(app: FastAPI, worker: LeaseWorker) -> None:
@@ -178,7 +177,7 @@ class MessageRoute:
             return
         try:
             expect_json(scope)
-            body = await _read(receive)
+            body = await Request(scope, receive).body()
             caller = scope.get(CLIENT_SCOPE_KEY, UNRESTRICTED)
             if len(body) <= FEW_BYTES:
                 messages = _parse(body, caller)
@@ -204,17 +203,6 @@ class MessageRoute:
 
     def _encode(self, replies: Sequence[Reply]) -> Response:
         return _json({"ttl_s": self._worker.service.ttl_s, "replies": encode_replies(replies)})
-
-
-async def _read(receive: Receive) -> bytes:
-    parts, has_more = [], True
-    while has_more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        parts.append(message.get("body", b""))
-        has_more = message.get("more_body", False)
-    return b"".join(parts)
 
 
 def _parse(body: bytes, caller: Caller) -> Sequence[Message]:

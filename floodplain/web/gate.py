@@ -1,4 +1,4 @@
-"""Refuses requests before they are read: by draining, secrets and body size. Echoes the client's request id."""
+"""Refuses requests before they are read: by names, draining, secrets, body size. Echoes the client's request id."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from floodplain.web.bearer import SecretRing
 from floodplain.web.errors import ApiError, error_response
+from floodplain.web.origin import OwnNames, expect_own_names
 
 HEADER = b"x-request-id"
 REQUEST_ID = r"^[!-~]{1,256}$"
@@ -111,13 +112,21 @@ class DrainSwitch:
 class Gate:
     """ASGI middleware that refuses requests by their head.
 
-    While ``drain`` is on, ``/v1`` and ``PROBES`` answer 503, and every answer is its connection's last.
-    ``secrets`` identify the clients of paths that are not public; None: no secret is needed. Bodies above
-    ``max_body_bytes`` get 413, before they are read if the length is declared.
+    Of requests that a browser sends, ``Host`` and ``Origin`` must be ``names``; None: any may ask. While ``drain`` is
+    on, ``/v1`` and ``PROBES`` answer 503, and every answer is its connection's last. ``secrets`` identify the clients
+    of paths that are not public; None: no secret is needed. Bodies above ``max_body_bytes`` get 413, before they are
+    read if the length is declared.
     """
 
-    def __init__(self, app: ASGIApp, drain: DrainSwitch, secrets: SecretRing[Any] | None, max_body_bytes: int) -> None:
-        self._app, self._drain, self._secrets = app, drain, secrets
+    def __init__(
+        self,
+        app: ASGIApp,
+        drain: DrainSwitch,
+        secrets: SecretRing[Any] | None,
+        max_body_bytes: int,
+        names: OwnNames | None = None,
+    ) -> None:
+        self._app, self._drain, self._secrets, self._names = app, drain, secrets, names
         self._budget = BodyBudget(max_body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -139,6 +148,8 @@ class Gate:
 
     def _admit(self, scope: Scope) -> None:
         path, headers = scope["path"], dict(scope["headers"])
+        if self._names is not None:
+            expect_own_names(scope, self._names)
         if self._drain.is_draining and (path.startswith("/v1/") or path in PROBES):
             raise ApiError(503, "the server is stopping: send requests elsewhere", code="draining")
         is_public = path in PUBLIC_PATHS or path.startswith(PAGE_FOLDER)

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from floodplain.web.address import is_loopback
-from floodplain.web.errors import ApiError, error_response
+from floodplain.web.errors import ApiError
 
 _MAX_SHOWN_CHARS = 80
 
@@ -57,23 +57,6 @@ class OwnNames:
 
 LOOPBACK_ONLY = OwnNames()
 """The names of a service that only this machine uses."""
-
-
-class OriginGate:
-    """ASGI middleware that refuses requests by their ``Host`` and ``Origin`` alone."""
-
-    def __init__(self, app: ASGIApp, names: OwnNames) -> None:
-        self._app, self._names = app, names
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer it with a refusal."""
-        try:
-            if scope["type"] == "http":
-                expect_own_names(scope, self._names)
-        except ApiError as refusal:
-            await error_response(refusal)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
 
 
 def expect_own_names(scope: Scope, names: OwnNames) -> None:

@@ -12,6 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 from floodplain.web.bearer import SecretRing
 from floodplain.web.errors import ApiError
 from floodplain.web.gate import CLIENT_SCOPE_KEY, BodyBudget, DrainSwitch, Gate
+from floodplain.web.origin import LOOPBACK_ONLY
 from tests.support.asgi import call
 
 MEMBERS = SecretRing({"7": 7, "0": 0})
@@ -75,6 +76,15 @@ def test_while_the_service_drains_it_is_unwell_and_takes_nothing(path: str, stat
 def test_an_answer_of_a_draining_service_is_the_last_of_its_connection(path: str, is_draining: bool) -> None:
     head, _ = ask(path, b"7", is_draining=is_draining)
     assert ((b"connection", b"close") in head["headers"]) is is_draining
+
+
+def test_a_request_under_another_name_is_refused_like_any_other() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("the request was let in")
+
+    headers = [(b"host", b"evil.example"), (b"x-request-id", b"q-1")]
+    head = call(Gate(app, DrainSwitch(), MEMBERS, 9, LOOPBACK_ONLY), "/health", headers=headers)[0]
+    assert (head["status"], dict(head["headers"])[b"x-request-id"]) == (403, b"q-1")
 
 
 bodies = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 6)), max_size=30)
