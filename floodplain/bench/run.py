@@ -54,10 +54,7 @@ def bench_offline(config: EngineConfig, spec: WorkloadSpec, how: Replay) -> dict
 
 
 def bench_serve(server: ServerUnderTest, api_key: str | None, spec: WorkloadSpec, how: Replay) -> dict[str, Any]:
-    """Replay a workload against an OpenAI server, measured at the client.
-
-    Raises UserError if a flag or a file is bad.
-    """
+    """Replay a workload against an OpenAI server, measured at the client. UserError if a flag or a file is bad."""
     trace = read_trace(spec)
     tokenizer_name = server.tokenizer or server.model
     try:
@@ -92,7 +89,7 @@ def bench_serve(server: ServerUnderTest, api_key: str | None, spec: WorkloadSpec
 
 
 def read_trace(spec: WorkloadSpec) -> Trace | None:
-    """The trace of the flags; None if there is none. One line on stderr tells of rows that are skipped.
+    """The trace of the flags; None if there is none. One line on stderr has the number of skipped rows.
 
     Call it before the model is opened, so that a bad file is refused at once.
     """
@@ -111,7 +108,7 @@ def read_trace(spec: WorkloadSpec) -> Trace | None:
 async def _goals(
     spec: WorkloadSpec, target: LoadTarget, requests: Sequence[LoadRequest], how: Replay
 ) -> tuple[str, ...]:
-    """The goals of the flags, else goals measured before the load. One line on stderr tells which, unless quiet."""
+    """The goals of the flags, else goals measured before the load. One line on stderr shows them, unless quiet."""
     goals = spec.goodput or await measure_goals(target, requests, progress=not how.quiet)
     if not how.quiet:
         complain(describe_goals(goals, is_measured=not spec.goodput))

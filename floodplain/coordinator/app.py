@@ -110,7 +110,7 @@ def create_app(
 ) -> ASGIApp:
     """Return the application; its lifespan opens and closes ``worker``.
 
-    ``drain`` is turned on to stop the server. ``tokens`` says who may use ``/v1``; None allows every caller everything.
+    ``drain`` is turned on to stop the server. ``tokens`` are the callers that may use ``/v1``; None: any caller.
     ``names`` are host names under which clients may reach it, beside those of this machine's loopback. ``has_page``
     adds the live page.
     """
@@ -162,9 +162,9 @@ def _add_service_routes(app: FastAPI, worker: LeaseWorker) -> None:
 
 
 class MessageRoute:
-    """ASGI middleware that answers ``POST /v1/messages`` itself: nearly all requests to a coordinator are of this kind.
+    """ASGI middleware that answers ``POST /v1/messages``, nearly all requests, itself; ``app`` gets all others.
 
-    FastAPI documents it like the others, but took half of the processor's time for it. ``app`` gets all other requests.
+    FastAPI documents it like the others, but took half of the processor's time for it.
     """
 
     def __init__(self, app: ASGIApp, worker: LeaseWorker) -> None:

@@ -1,7 +1,7 @@
 """Pydantic models of the API's bodies, derived from the dataclasses of messages and answers.
 
-FastAPI documents the models, and validates messages by them. A message is validated within the bounds of its fields and
-becomes its dataclass. An answer's model only documents: ``lending.wire`` encodes answers, always with all fields.
+FastAPI documents the models, and validates messages by them, within the bounds of their fields. An answer's model only
+documents: ``lending.wire`` encodes answers, always with all fields.
 """
 
 from __future__ import annotations

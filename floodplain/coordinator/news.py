@@ -24,8 +24,8 @@ STOPPING = "this coordinator is stopping: ask another one"
 class NewsMarks:
     """Numbers each member's last news; members bring the number back as a *mark*.
 
-    A member whose mark is older than its last news has news. So has one whose mark is another coordinator's, or older
-    than the last news of the ``most_names`` members that are remembered: it may have missed some.
+    A member has news if its mark is older than its last news, is another coordinator's, or is older than the last news
+    of the ``most_names`` members that are remembered: it may have missed some.
     """
 
     def __init__(self, most_names: int = MOST_NAMES) -> None:
@@ -86,11 +86,8 @@ class NewsBoard:
     async def wait(self, name: str, mark: str, wait_s: float) -> News:
         """Return once there is news of a member's leases, or after ``wait_s`` seconds. Only its latest request waits.
 
-        ``mark`` is the one that it was given last; empty the first time.
-
-        Raises:
-            ApiError: 409: another request of that member waits now. 429: too many wait. 503: this coordinator ends, or
-                does not lead any more.
+        ``mark`` is the one that it was given last; empty the first time. ApiError 409 if another request of that member
+        waits now, 429 if too many wait, 503 if this coordinator ends, or does not lead any more.
         """
         if self._is_closed:
             raise _unavailable(STOPPING)

@@ -73,11 +73,7 @@ UNVERSIONED_SCHEMA = 3
 
 
 def make_tables(connection: sql.Connection) -> None:
-    """Create the tables of the newest version, if the store has none.
-
-    Raises:
-        ValueError: It has some of them but not the book: epochs must not start anew.
-    """
+    """Create the tables of the newest version, if the store has none; ValueError if it has some, but not the book."""
     there = {table for table in sql.inspect(connection).get_table_names() if table in _OURS}
     if there and BOOK.name not in there:
         raise ValueError(f"the table {BOOK.name} is missing")
@@ -94,11 +90,7 @@ def check_version(connection: sql.Connection) -> bool:
 
 
 def upgrade(connection: sql.Connection) -> None:
-    """Upgrade the tables to the newest version, in the transaction of a leader, after its fence.
-
-    Raises:
-        UserError: The version is not one that can be upgraded.
-    """
+    """Upgrade the tables to the newest version, in a leader's transaction after its fence; UserError if unknown."""
     version = _read_version(connection)
     if not _is_versioned(connection):
         _stamp(connection, version)

@@ -1,12 +1,11 @@
 """One coordinator: its lease book, the store that keeps the book, and whether it leads. No threads, no network.
 
 A change is announced only after its commit. If a commit fails, or its result is unknown, the book in memory is
-discarded and read again: the store decides whether the change was made, and members ask again.
+discarded and read again, and members send their messages again.
 
 No two clocks are compared. A leader answers only for ``LEASE_S`` after it began its last write. A waiting coordinator
 takes over once it has seen the leader's beat unchanged for ``TAKEOVER_S`` by its own clock, counted from a time after
-that write. So the old leader has stopped answering by then. That matters for heartbeats, which write nothing: a member
-that an old leader calls alive would count on its leases, while the new leader considers it dead.
+that write: the old leader has stopped answering by then. That matters for heartbeats, which write nothing.
 """
 
 from __future__ import annotations
@@ -125,10 +124,7 @@ class Watch:
 
 @dataclass(slots=True)
 class Tenure:
-    """A leader's epoch and book, and when its last committed write began: so long it may answer.
-
-    It begins with the takeover.
-    """
+    """A leader's epoch and book, and when its last committed write, or the takeover, began: so long it may answer."""
 
     epoch: int
     book: LeaseBook
@@ -147,7 +143,7 @@ class LeaseService:
     """Runs jobs on the lease book while it leads, and commits their changes. One thread at a time.
 
     Args:
-        url: This coordinator's address, for clients that ask another one.
+        url: This coordinator's address, for clients of another one.
         ttl_s: Seconds of silence after which a member is considered dead.
         clock: For lives and deadlines (``lease_clock``).
         may_borrow_from: As ``LeaseBook.allow`` takes it. Any thread may replace it, for the next transaction or tick.
@@ -185,7 +181,7 @@ class LeaseService:
 
     @property
     def leader_url(self) -> str:
-        """Return the leader's address as far as this coordinator knows; empty if there is none."""
+        """Return the leader's address as far as this coordinator has seen it; empty if there is none."""
         return self._url if self.is_leading else self._unavailable.leader_url
 
     def handle(self, messages: Sequence[Message], speaker: Speaker | None = None) -> Job:
@@ -215,11 +211,8 @@ class LeaseService:
     def serve(self, jobs: Sequence[Job]) -> list[Any]:
         """Do jobs in one transaction; return their values in order, or ``Unavailable`` for each.
 
-        Only the first jobs, at least one, are done if all take longer than ``SERVE_S``: a leader that works for too
-        long before it writes cannot know whether it still leads.
-
-        Raises:
-            InvariantError: A bug; the book must not be used any more.
+        Only the first jobs, at least one, are done if all take longer than ``SERVE_S``: after too long before a write
+        it is unknown whether this leader still leads. InvariantError is a bug; the book must not be used any more.
         """
         now = self._clock()
         tenure = self._valid_tenure(now)

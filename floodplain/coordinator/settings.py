@@ -25,11 +25,7 @@ DEFAULT_URL = "http://127.0.0.1:8100"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorConfig:
-    """The coordinator's own flags.
-
-    Raises:
-        UserError: A value is out of its range; the message names the flag.
-    """
+    """The coordinator's own flags. UserError, which names the flag, if a value is out of its range."""
 
     host: str = flag("127.0.0.1", "address to listen on")
     port: int = flag(8100, "port to listen on; 0 takes a free one")
@@ -92,8 +88,7 @@ def limits_of(config: CoordinatorConfig) -> LeaseLimits:
 def default_store() -> str:
     """Create this user's state folder (https://specifications.freedesktop.org/basedir-spec); return a file's URL.
 
-    Raises:
-        UserError: It cannot be created.
+    UserError if it cannot be created.
     """
     base = user_folder("XDG_STATE_HOME", ".local/state")
     if base is None:

@@ -1,8 +1,7 @@
 """The store of a lease book: SQLite in a file, or PostgreSQL for several coordinators. One thread at a time.
 
 Several coordinators may share a store; one of them leads. Its epoch is its fence: every transaction begins by raising
-the ``beat`` of one row if the epoch is still its own, so a replaced leader can write nothing more, however late it
-resumes. A coordinator that waits to replace it watches the beat, by its own clock (``service.py``).
+the ``beat`` of one row if the epoch is still its own, so a replaced leader can write nothing more.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ STOPPED_TIMEOUT_S = 2
 def open_database(url: str) -> sql.Engine:
     """Return an engine with one, still closed, connection for ``sqlite:///FILE`` or ``postgresql://…``.
 
-    Raises:
-        UserError: The address is of another kind, or what it needs does not exist.
+    UserError if the address is of another kind, or what it needs does not exist.
     """
     parsed = _parse(url)
     if parsed.drivername == "sqlite":
@@ -99,7 +97,7 @@ def _open_sqlite(url: sql.URL) -> sql.Engine:
 def _make_private(path: Path) -> os.stat_result:
     """Create the file, if it is new, for its owner alone: SQLite's other files get the same mode. Returns its status.
 
-    Raises UserError if it cannot be opened, or is no regular file.
+    UserError if it cannot be opened, or is no regular file.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
@@ -229,8 +227,7 @@ class Store:
     def open(cls, url: str) -> Self:
         """Connect to the store at ``url``, and create its tables if there are none.
 
-        Raises:
-            UserError: Nothing answers there, or the tables are newer than this program's, or damaged.
+        UserError if nothing answers there, or the tables are newer than this program's, or damaged.
         """
         store = cls(open_database(url))
         try:

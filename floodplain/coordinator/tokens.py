@@ -75,12 +75,9 @@ class TokenRing(SecretRing[Caller]):
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
-        """Read a token file: lines ``TOKEN`` (an admin's) or ``ROLE NAME TOKEN``.
+        """Read a token file: lines ``TOKEN`` (an admin's) or ``ROLE NAME TOKEN``; a token may be in several lines.
 
-        A token may be in several lines: a member that lends and borrows has one for both.
-
-        Raises:
-            UserError: The file is unreadable, others may read it, or a line is malformed.
+        UserError if the file is unreadable, others may read it, or a line is malformed.
         """
         grants: dict[str, list[tuple[Role, str]]] = {}
         for number, words in read_secret_lines(path, "token file"):

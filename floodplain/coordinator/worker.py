@@ -1,7 +1,6 @@
 """The thread that works on the lease book, and the event loop's way to it.
 
-The thread does all waiting jobs in one transaction, commits, and then answers them. Jobs that arrive during a
-transaction are part of the next one (group commit).
+The thread does all waiting jobs in one transaction, commits, and then answers them (group commit).
 """
 
 from __future__ import annotations
@@ -94,9 +93,7 @@ class LeaseWorker:
     async def ask(self, job: Job) -> Any:
         """Return the answer to a job, after its changes are committed.
 
-        Raises:
-            ApiError: 503: this coordinator does not lead, or its store does not answer.
-            QueueFull: Too many jobs wait.
+        ApiError 503 if this coordinator does not lead, or its store does not answer; QueueFull if too many jobs wait.
         """
         if self._waiting.qsize() >= MAX_WAITING:
             raise QueueFull(f"{MAX_WAITING} messages wait already: send fewer, or later")

@@ -17,9 +17,7 @@ Path = tuple[int, int]
 
 
 def best_expansion(weight_bytes: float, pool_bytes: float, link_ratio: float) -> float:
-    """e* = (1 + rho W / a) / (1 - rho), for slots without memory and divisible layers.
-
-    Inf if the link is as fast as the memory.
+    """e* = (1 + rho W / a) / (1 - rho), for slots without memory and divisible layers; inf if rho is 1 or more.
 
     Args:
         weight_bytes: W: weights that one step reads.
@@ -41,10 +39,7 @@ def expansion_gain(expansion: float, weight_bytes: float, pool_bytes: float) -> 
 
 
 def best_places(num_layers: int, weight_bytes: float, pool_bytes: float, link_ratio: float) -> LayerPlaces:
-    """The closed form with slots (whose memory is part of the pool's) and whole layers.
-
-    The largest expansion whose copies take no longer than a step; arguments as in ``best_expansion``.
-    """
+    """The closed form, ``best_expansion``, with slots (whose memory is part of the pool's) and whole layers."""
     best = LayerPlaces(num_layers)
     for places in every_place(num_layers):
         kv_bytes = places.expansion * pool_bytes

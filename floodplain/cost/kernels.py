@@ -42,9 +42,9 @@ Key = tuple[int, int, int, int]
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """The sizes of CUDA graphs that vLLM captures by default: 1, 2, 4, in eights to 256, in sixteens to 512.
+    """The sizes of CUDA graphs that vLLM captures by default, up to twice ``max_num_seqs`` and at most 512.
 
-    The largest is twice ``max_num_seqs``, and at most 512.
+    1, 2, 4, in eights to 256, in sixteens to 512.
     """
     sizes = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
     return tuple(size for size in sizes if size <= 2 * max_num_seqs)

@@ -1,7 +1,4 @@
-"""The shapes of transformer decoders: the numbers needed to count parameters, bytes and products.
-
-Only the independent numbers are stored; all others are derived, so that they cannot contradict each other.
-"""
+"""The shapes of transformer decoders: the independent numbers, from which all others are derived."""
 
 from __future__ import annotations
 

@@ -113,10 +113,7 @@ class BatchCost(Protocol):
     """A model of the time of a step."""
 
     def batch_s(self, contexts: Sequence[int], chunks: Sequence[tuple[int, int]], num_sampled: int) -> float:
-        """Seconds of a step; 0 for one that computes nothing.
-
-        ``contexts`` and ``chunks`` are as in ``StepWork.of``; ``num_sampled`` sequences get a token.
-        """
+        """Seconds of a step; 0 if it computes nothing. Arguments as of ``StepWork.of``; ``num_sampled`` get a token."""
         ...
 
 

@@ -1,8 +1,7 @@
 """The ways of the demo serve alternately, so that a drift of the machine's speed is the same for all of them.
 
 Every repetition is another burst. Each way serves it once, while the engines of the other ways are idle; every second
-repetition goes through the ways backwards. Over an even number of repetitions a drift that is linear in time has the
-same effect on every way.
+repetition goes through the ways backwards.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def neighbourhood(
 
 
 def split_cores() -> tuple[list[int] | None, list[int] | None]:
-    """Two halves of the cores of this process; None if it has one core, or the system does not tell."""
+    """Two halves of the cores of this process; None if it has one core, or the system has no such call."""
     if not hasattr(os, "sched_getaffinity"):
         return None, None
     cores = sorted(os.sched_getaffinity(0))

@@ -1,6 +1,6 @@
 """Users of the demo's servers, each of whom sends the next request when the last one is answered.
 
-So the load on memory depends on the number of users only: it is the same on a fast and on a slow machine.
+So the load on memory depends on the number of users only, however fast the machine is.
 """
 
 from __future__ import annotations

@@ -33,11 +33,7 @@ _NAMES = {
 
 
 def require(user: str, *modules: str) -> None:
-    """Raise UserError if one of these ``EXTRAS`` is not installed. Imports none: a command can check before long work.
-
-    Args:
-        user: The command, flag or file that needs them; the first word of the error.
-    """
+    """Raise UserError, which begins with ``user``, if one of these ``EXTRAS`` is not installed. Imports none."""
     for module in modules:
         if not _is_installed(module):
             raise missing(user, module)

@@ -25,11 +25,9 @@ class KeyRefused(NoAnswer):
 
 
 async def follow(client: HttpClient) -> AsyncGenerator[Snapshot]:
-    """The snapshots of a service, as they come.
+    """The snapshots of a service, as they come; UserError if it does not send what a feed sends.
 
-    Raises:
-        NoAnswer: It is not reached, refuses (``KeyRefused`` if it is for the key), is silent, or ends the stream.
-        UserError: It does not send what a feed sends.
+    NoAnswer if it is not reached, refuses (``KeyRefused`` if it is for the key), is silent, or ends the stream.
     """
     now = Snapshot({})
     async with aclosing(_messages(client)) as messages:

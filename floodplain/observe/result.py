@@ -85,7 +85,7 @@ class HardwareReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReport:
-    """The facts of a run that only the engine knows.
+    """The facts of a run that only the engine has.
 
     Attributes:
         recomputed_tokens: Tokens computed again because their KV was dropped.

@@ -52,7 +52,7 @@ class Statement:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Something that the paper does not tell: values that are tried, by their labels, and the one taken for ours."""
+    """A fact that is not in the paper: values that are tried, by their labels, and the one taken for ours."""
 
     name: str
     values: Mapping[str, Any]

@@ -32,7 +32,7 @@ class Server:
     link: int = 0
 
     def device(self, gpu: int) -> str:
-        """The name of one of its GPUs, under which a coordinator knows the member that computes there."""
+        """The name of one of its GPUs, which is that of the member that computes there at a coordinator."""
         return f"{self.name}-gpu{gpu}"
 
 
@@ -128,7 +128,7 @@ class UnitClass:
 class ServerGroup:
     """Servers that every constraint and equation treats alike, as indices in ``Cluster.servers``.
 
-    GPUs and memory are those of each server and of each GPU. ``allowed`` tells for each class whether its units may be
+    GPUs and memory are those of each server and of each GPU; ``allowed``: for each class, whether its units may be
     there.
     """
 

@@ -21,7 +21,7 @@ ANY_GAP = 1e9
 
 
 def explain(cluster: Cluster, deadline: Deadline) -> str:
-    """One line that says which models and rules of a cluster without a placement cannot hold together.
+    """One line that names models and rules of a cluster without a placement which cannot hold together.
 
     Each of them is necessary: without any one, the others can hold. If the time ends, some may not be necessary.
     """

@@ -17,7 +17,7 @@ def place_greedily(problem: Problem) -> tuple[Counts, ...] | None:
 
     The order of units: large ones first, then those allowed on few servers, then producers before consumers, then those
     with the most bytes. Producers go where least is left over, consumers where most is. No deadline ends this pass,
-    which is about linear in units and servers: without it there may be no placement at all.
+    which is about linear in units and servers.
     """
     servers = _Servers(problem)
     for place in sorted(range(len(problem.classes)), key=lambda place: _order(problem, place)):

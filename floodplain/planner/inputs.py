@@ -85,7 +85,7 @@ def _read_model(fields: Fields, folder: Path, groups: dict[str, list[str]]) -> M
 
 
 def _read_memory(fields: Fields, name: str, folder: Path) -> int:
-    """R_m: lends, needs, or what profiles say, whose paths are relative to the folder."""
+    """R_m: lends, needs, or as profiles state, whose paths are relative to the folder."""
     lends, needs = fields.size("lends", MAX_MEMORY_BYTES), fields.size("needs", MAX_MEMORY_BYTES)
     profiles = fields.names("profile")
     if lends and needs:
@@ -101,7 +101,7 @@ def _read_spare(paths: Iterable[Path], source: str) -> int:
     """The bytes that each of the model's GPUs lends, or needs if below 0.
 
     A producer lends what its llm or media profile leaves free; its swap profile is ignored, as in section 4.1 of AQUA.
-    Any other model needs what its swap profile says, and nothing without one.
+    Any other model needs as much as its swap profile states, and nothing without one.
     """
     profiles = [read_profile(path, *_LOADS, _SWAP) for path in sorted(paths)]
     load = _only([profile for profile in profiles if profile.kind in _LOADS], "llm or media", source)

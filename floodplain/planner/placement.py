@@ -1,7 +1,4 @@
-"""Placements as JSON: for operators, for coordinators, and as the present places of units.
-
-The coordinator reads ``pairs`` of it (``coordinator/placement.py``).
-"""
+"""Placements as JSON: for operators, for coordinators (``pairs``), and as the present places of units."""
 
 from __future__ import annotations
 

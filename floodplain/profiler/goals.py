@@ -57,8 +57,7 @@ class TryGoals:
     """The goals of a try: this share of its requests, and of the gaps between tokens, must be within the limits.
 
     A percentile is judged by counting: "TTFT p99 within 1 s" means that at most 1 of 100 requests took longer. The gaps
-    of all requests of a try are one pool, as in "time between tokens p99" of Sarathi and AQUA. Limits of one request
-    are named ``ttft``, ``tpot`` and ``e2el``.
+    of all requests of a try are one pool. Limits of one request are named ``ttft``, ``tpot`` and ``e2el``.
     """
 
     share: float = P99

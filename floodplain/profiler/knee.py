@@ -1,8 +1,7 @@
 """Finds the batch to serve a model with: the smallest whose throughput a larger one hardly raises (AQUA, section 4).
 
 The batch is doubled until two doublings in a row show that throughput has saturated, or a batch does not fit into
-memory, or the largest allowed batch is reached. Then the knee is bisected: the smallest batch whose throughput is
-within the tolerance of the highest. Pure: readings in, the next batch out.
+memory, or the largest allowed batch is reached. Then the knee is bisected. Pure.
 """
 
 from __future__ import annotations

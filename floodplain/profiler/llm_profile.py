@@ -1,7 +1,6 @@
 """AQUA-PROFILER for a language model (AQUA, section 4.1): its highest rate within the goals, and the KV it leaves free.
 
-Free bytes are those of the KV pool that no request held at that rate. Memory of the device outside the pool is not
-counted: an engine lends pages of its pool alone.
+Free bytes are those of the KV pool that no request held at that rate: an engine lends pages of its pool alone.
 """
 
 from __future__ import annotations

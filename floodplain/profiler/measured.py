@@ -56,10 +56,7 @@ class PeakUse:
 
 @asynccontextmanager
 async def watching(read: ReadUse, period_s: float) -> AsyncIterator[PeakUse]:
-    """Poll once before the context begins, and then every ``period_s`` seconds until it ends.
-
-    An error of ``read`` ends the context.
-    """
+    """Poll once before the context begins, then every ``period_s`` seconds; an error of ``read`` ends the context."""
     peak = PeakUse()
 
     async def look() -> None:

@@ -65,7 +65,7 @@ class HostMeter:
 
 
 class CudaMeter:
-    """Measures what is in use of a GPU: torch's peak, and what the driver says that everything else has.
+    """Measures what is in use of a GPU: torch's peak, and what the driver reports for everything else.
 
     The default of the total is what the GPU has. ``cuda`` is ``torch.cuda``.
     """

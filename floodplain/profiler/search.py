@@ -4,9 +4,10 @@ First bisection over a range, with one try at each rate; then steps up or down t
 while the next does not. Tries are repeated only there, because the answer depends on these two judgements alone.
 
 An exact sequential test judges one rate. Tries are counted, not requests: requests of one try share a queue and miss
-their goals together, while tries have other seeds and begin with an idle target. So the number of tries that meet the
-goals is binomial. A rate meets the goals if a try does with a probability above one half. The test ends as soon as so
-many tries agree that, at one half, as many would have agreed by now with a probability of at most ``error``."""
+their goals together. So the number of tries that meet the goals is binomial, and a rate meets the goals if a try does
+with a probability above one half. The test ends as soon as so many tries agree that, at one half, as many would have
+agreed by now with a probability of at most ``error``.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +49,7 @@ class Found:
 
 
 def rate_grid(lowest: float, highest: float, step: float) -> list[float]:
-    """The rates to search: from the lowest up to the highest, a step apart.
-
-    Raises UserError if a number is out of its range.
-    """
+    """The rates to search: from the lowest up to the highest, a step apart. UserError for a number out of its range."""
     if not (0 < lowest <= highest < math.inf):
         raise UserError(f"rates must be above 0 and ascend, not {lowest:g} {highest:g}")
     if not step > 0 or (highest - lowest) / step >= MOST_RATES:

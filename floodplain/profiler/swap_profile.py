@@ -141,10 +141,7 @@ def profile_swap(
 
 
 def burst_requests(load: Load, tokenizer: PromptTokenizer, phases: tuple[Phase, ...], seed: int) -> list[Request]:
-    """Requests of a load that arrive at the phases' rates until the last one ends.
-
-    Raises UserError if there would be too many.
-    """
+    """Requests of a load that arrive at the phases' rates until the last one ends. UserError if they are too many."""
     count = math.ceil(sum(phase.duration_s * phase.rate for phase in phases))
     asked = load.make(tokenizer, 1.0, seed, count)
     arrivals_s = in_phases(np.array([one.arrival_s for one in asked]), phases)

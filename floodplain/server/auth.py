@@ -55,7 +55,7 @@ class Client:
     def cache_salt(self, asked: str | None) -> str:
         """The cache salt of a request that sets ``asked``; differs between clients unless they share prefixes.
 
-        Response time reveals whether a prefix was cached, so a shared cache would reveal what other clients sent.
+        Response time reveals whether a prefix was cached.
         """
         if self.shares_prefixes or not self.name:
             return asked or ""

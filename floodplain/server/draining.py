@@ -1,4 +1,4 @@
-"""Draining of a server: running requests may finish, for a bounded time, and the log says what is awaited."""
+"""Draining of a server: running requests may finish, for a bounded time; the log shows what is awaited."""
 
 from __future__ import annotations
 

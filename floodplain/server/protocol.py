@@ -58,12 +58,9 @@ class ServingEngine(Protocol):
         """The output as it is generated; only the last delta has a ``finish_reason``.
 
         Closing the generator aborts the request: its blocks are free within one step. ``on_accepted`` is called on the
-        event loop before the first delta, once nothing but a failure can refuse the request any more.
-
-        Raises:
-            RequestRefused: Before the first delta: prompt and ``max_tokens`` can never fit, with the numbers.
-            QueueFull: Before the first delta: ``max_waiting`` requests wait already.
-            UserError: Before the first delta: anything else about the request, such as a token outside the vocabulary.
+        event loop before the first delta, once nothing but a failure can refuse the request any more. Before the first
+        delta it raises RequestRefused, with the numbers, if prompt and ``max_tokens`` can never fit; QueueFull if
+        ``max_waiting`` requests wait already; UserError for other faults, such as a token outside the vocabulary.
         """
 
     def stats(self) -> EngineStats:

@@ -1,7 +1,6 @@
-"""The body of ``/v1/responses``, and the conversation that it stands for.
+"""The body of ``/v1/responses``, and the conversation that it stands for: each body has the whole one.
 
-The server keeps no responses: each body has the whole conversation. Source:
-https://platform.openai.com/docs/api-reference/responses/create
+Source: https://platform.openai.com/docs/api-reference/responses/create
 """
 
 from __future__ import annotations

@@ -22,10 +22,8 @@ def read_kernels(folder: Path, shape: ModelShape, all_reduce: Line, overhead_s: 
     """The cost by the tables in a folder, with the columns of LLMServingSim's profiler, times in microseconds.
 
     Of a mixture of experts ``moe.csv`` is read, too. Tokens are padded as under the graphs that vLLM captures for
-    ``max_num_seqs``. UserError, with the file, if a table cannot be read or lacks something.
-
-    Args:
-        all_reduce: Seconds of a sum over the GPUs by the number of tokens; empty for one GPU.
+    ``max_num_seqs``. ``all_reduce``: seconds of a sum over the GPUs by the number of tokens; empty for one GPU.
+    UserError, with the file, if a table cannot be read or lacks something.
     """
     attention = {}
     for row in _rows(folder / "attention.csv", (*_AXES, "time_us")):

@@ -58,10 +58,7 @@ class SecretRing(Generic[T]):
         self._owners = {_digest(secret.encode()): owner for secret, owner in owners.items()}
 
     def client_of(self, authorization: bytes) -> T | None:
-        """The owner of the secret in an ``Authorization`` header; None if it is unknown.
-
-        It is looked up by its digest: the time does not depend on the number of secrets, and says nothing about them.
-        """
+        """The owner of the secret in an ``Authorization`` header; None if it is unknown. The time reveals no secret."""
         scheme, _, presented = authorization.partition(b" ")
         return self._owners.get(_digest(presented.strip())) if scheme.lower() == b"bearer" else None
 

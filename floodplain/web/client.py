@@ -76,11 +76,9 @@ class Exchange:
         self._timer = asyncio.get_running_loop().call_at(deadline_s, self._look)
 
     async def read(self) -> bytes | None:
-        """The next bytes of the body; None at its end.
+        """The next bytes of the body; None at its end. TimeoutError if the deadline has passed.
 
-        Raises:
-            NoAnswer: The body is cut off, breaks HTTP, or is compressed.
-            TimeoutError: The deadline has passed.
+        NoAnswer if the body is cut off, breaks HTTP, or is compressed.
         """
         if self._encoding != "identity":
             raise NoAnswer(f"the answer is compressed ({one_line(self._encoding)}), which was not asked for")
@@ -185,10 +183,8 @@ class HttpClient:
     async def ask(self, path: str, body: Mapping[str, Any] | None = None, limits: AnswerLimits = USUAL) -> Answer:
         """Send a GET, or a POST of ``body`` as JSON, and return the whole answer, whatever its status.
 
-        Raises:
-            NoServer: Nothing accepts connections.
-            NoAnswer: Any other failure except an error status: no whole answer, too large, a redirect.
-            UserError: The environment names an invalid proxy.
+        NoServer if nothing accepts connections; NoAnswer for any other failure except an error status: no whole answer,
+        too large, a redirect; UserError if the environment names an invalid proxy.
         """
         deadline_s = time.monotonic() + limits.total_s
         try:
@@ -209,12 +205,8 @@ class HttpClient:
         """Send a request; the context is the answer, its body unread, and closes the connection.
 
         A ``body`` is POSTed as JSON. ``deadline_s``, on the clock ``time.monotonic``, bounds the head of the answer.
-
-        Raises:
-            NoServer: Nothing accepts connections.
-            NoAnswer: The server does not speak HTTP, or the connection breaks.
-            TimeoutError: The deadline has passed.
-            UserError: The environment names an invalid proxy.
+        NoServer if nothing accepts connections; NoAnswer if the server's answer is not HTTP, or the connection breaks;
+        TimeoutError if the deadline has passed; UserError if the environment names an invalid proxy.
         """
         import httpx2
 

@@ -1,7 +1,7 @@
 """Goals relative to the machine: five times the latencies without load.
 
-KunServe's evaluation ("SLO attainment", Figure 13) uses five times the median for chat. Its median is that of the best
-baseline under load; ours is without load, so that the goals do not depend on the compared systems.
+KunServe's evaluation ("SLO attainment", Figure 13) uses five times the median for chat, of the best baseline under
+load; ours is without load, so that the goals do not depend on the compared systems.
 """
 
 from __future__ import annotations
