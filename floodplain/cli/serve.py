@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 from contextlib import ExitStack, closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from floodplain.cli.instance import environment_of_instances, instance_command
@@ -72,13 +72,16 @@ def run(args: argparse.Namespace) -> int:
     with closing(bind(server_config.host, server_config.port)) as sock:
         if cluster_config.cluster is None:  # else another machine has the model and the memory
             check_early(config)
+        instances = None
+        if (num_instances := cluster_config.instances) is not None:
+            instances = Instances.prepare(config, cluster_config, num_instances, is_quiet=args.quiet)
 
         start_log.begin("importing PyTorch and the server")
         from floodplain.server.app import Server  # slow imports come after fast checks
 
         logger.info("server config %s", json.dumps(asdict(server_config), default=str))
         tracer = _open_tracer(server_config, config)
-        engine, extend = _open_engine(config, cluster_config, args, server_config, start_log)
+        engine, extend = _open_engine(config, instances, server_config, start_log)
 
         def say_ready() -> None:
             start_log.end()
@@ -120,13 +123,9 @@ def _open_tracer(server_config: ServerConfig, config: EngineConfig) -> RequestTr
 
 
 def _open_engine(
-    config: EngineConfig,
-    cluster_config: ClusterConfig,
-    args: argparse.Namespace,
-    server_config: ServerConfig,
-    start_log: StartLog,
+    config: EngineConfig, instances: Instances | None, server_config: ServerConfig, start_log: StartLog
 ) -> tuple[ServingEngine, Extension | None]:
-    if cluster_config.instances is None:
+    if instances is None:
         from floodplain.engine.async_engine import AsyncEngine
 
         alone = AsyncEngine.from_config(config, start_log)
@@ -136,8 +135,8 @@ def _open_engine(
     from floodplain.cluster.router.routes import extend_with
     from floodplain.web.origin import OwnNames
 
-    start_log.begin(f"{cluster_config.instances} instances, whose log lines follow")
-    engine = _open_cluster(config, cluster_config, cluster_config.instances, is_quiet=args.quiet)
+    start_log.begin(f"{instances.processes.num_slots} instances, whose log lines follow")
+    engine = _open_cluster(instances)
     return engine, extend_with(engine, OwnNames.of(server_config.host, None))
 
 
@@ -151,9 +150,10 @@ def part_flags(cluster_config: ClusterConfig, num_instances: int) -> list[list[s
         return [flags for _ in range(num_instances)]
     shared = [f"--microbatches={cluster_config.microbatches}"]
     if cluster_config.step_profile is not None:
-        from floodplain.cluster.pipeline.stage import read_price
+        from floodplain.cost.step_time import read_cost
+        from floodplain.files.profile import read_profile
 
-        read_price(cluster_config.step_profile)
+        read_cost(read_profile(cluster_config.step_profile, "step").result)  # or UserError
         shared.append(f"--step-profile={cluster_config.step_profile}")
     return [[f"--stage={index}/{num_instances}", *shared] for index in range(num_instances)]
 
@@ -187,36 +187,56 @@ def open_processes(
     return RayProcesses(commands, environment, setup)
 
 
-def _open_cluster(
-    config: EngineConfig, cluster_config: ClusterConfig, num_instances: int, *, is_quiet: bool
-) -> ClusterEngine:
-    from floodplain.cluster.launch.parent import read_token
+@dataclass(frozen=True, slots=True)
+class Instances:
+    """What a router needs of its flags; everything in them that is known before slow imports has been checked.
+
+    ``config`` are the engine flags of instances, and ``token`` is that of instances that are started elsewhere.
+    """
+
+    config: EngineConfig
+    cluster_config: ClusterConfig
+    processes: Processes
+    token: str | None
+
+    @classmethod
+    def prepare(
+        cls, config: EngineConfig, cluster_config: ClusterConfig, num_instances: int, *, is_quiet: bool
+    ) -> Instances:
+        """Check the flags, and read the files that they name; nothing is started. Raises ``UserError``."""
+        from floodplain.cluster.launch.parent import read_token
+
+        if cluster_config.pipeline:
+            config = config_of(config, PIPELINE)
+        if cluster_config.relief in DROPPING_RELIEFS:
+            config = config_of(config, DROPPABLE)
+        elif cluster_config.relief == "migrate":
+            config = config_of(config, MOVABLE)
+        processes = open_processes(config, cluster_config, num_instances, is_quiet=is_quiet)
+        token_file = cluster_config.instance_token_file
+        token = None if token_file is None else read_token(str(token_file))
+        return cls(config, cluster_config, processes, token)
+
+
+def _open_cluster(instances: Instances) -> ClusterEngine:
     from floodplain.cluster.router.engine import ClusterEngine
     from floodplain.cluster.router.webhook import Webhook
     from floodplain.web.address import bind
 
-    is_pipeline = cluster_config.pipeline
-    if is_pipeline:
-        config = config_of(config, PIPELINE)
+    cluster_config = instances.cluster_config
+    if cluster_config.pipeline:
         logger.info("a pipeline serves by arrival (--policy fcfs), without swap space")
-    if cluster_config.relief in DROPPING_RELIEFS:
-        config = config_of(config, DROPPABLE)
-    elif cluster_config.relief == "migrate":
-        config = config_of(config, MOVABLE)
-    processes = open_processes(config, cluster_config, num_instances, is_quiet=is_quiet)
-    token_file = cluster_config.instance_token_file
-    token = None if token_file is None else read_token(str(token_file))
     with ExitStack() as on_failure:
         sock: socket.socket = bind(*split_address(cluster_config.instance_address, "--instance-address"))
         on_failure.callback(sock.close)
         engine = ClusterEngine(
-            config,
+            instances.config,
             sock,
-            processes=processes,
-            outside_token=token,
+            processes=instances.processes,
+            outside_token=instances.token,
             silence_s=cluster_config.instance_timeout,
             stall_timeout_s=cluster_config.stall_timeout,
-            is_pipeline=is_pipeline,
+            is_pipeline=cluster_config.pipeline,
             relief=cluster_config.relief,
             most_stages=cluster_config.most_stages,
             webhook=None if cluster_config.autoscale_webhook is None else Webhook(cluster_config.autoscale_webhook),

@@ -35,6 +35,7 @@ def test_flags_that_cannot_be_are_refused_before_torch_is_imported(tmp_path: Pat
     config = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
     (folder / "config.json").write_text(json.dumps(config))
     no_header.write_bytes(b"GGML" + bytes(60))
+    two_instances, missing = ["dummy:tiny-llama", "--instances", "2"], str(tmp_path / "missing")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         wanted = [
@@ -52,6 +53,12 @@ def test_flags_that_cannot_be_are_refused_before_torch_is_imported(tmp_path: Pat
             (["dummy:tiny-llama", "--hardware", "emulated-string"], "--hardware"),
             (["dummy:tiny-llama", "--api-key-file", str(tmp_path / "keys")], "cannot read the API key file"),
             (["dummy:tiny-llama", "--port", port], port),
+            ([*two_instances, "--device-name", "d"], "--device-name d is for one engine"),
+            ([*two_instances, "--device", "cuda:1"], "--device cuda:1 is one GPU"),
+            ([*two_instances, "--pipeline", "--policy", "cfs"], "--policy cfs does not go with --pipeline"),
+            ([*two_instances, "--pipeline", "--step-profile", missing], f"cannot read {missing}"),
+            ([*two_instances, "--relief", "drop", "--kv-expansion", "2"], "--kv-expansion 2 does not go with --relief"),
+            ([*two_instances, "--instance-token-file", missing], "cannot read the instance token file"),
         ]
         wanted = [(["serve", "--port", "0", *argv], message) for argv, message in wanted]
         for verb in (["bench", "offline"], ["profile", "llm"], ["profile", "step", "--out", str(tmp_path / "out")]):
