@@ -1,4 +1,4 @@
-"""The access log of a server (``--access-log``): one line a request, without its query, headers and body."""
+"""The access log (``--access-log``), one line a request without its query, headers and body; counts refusals."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from floodplain.server.counts import RequestCounts
+
 MAX_PATH = 200
 """Most characters of a path in the log: a client chooses them."""
 IN_PATHS = "/:@!$&'()*+,;="
@@ -17,33 +19,42 @@ IN_PATHS = "/:@!$&'()*+,;="
 logger = logging.getLogger(__name__)
 
 
-class AccessLog:
-    """ASGI middleware that logs method, path, status and duration of a request once its answer has ended.
+class AnswerWatch:
+    """ASGI middleware that counts refusals and, if ``is_logged``, logs a request once its answer has ended.
 
-    The status is 500 if the application raised, and ``-`` if the client had no answer.
+    A line has method, path, status and duration. The status is 500 if the application raised, and ``-`` if the client
+    had no answer.
     """
 
-    def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.monotonic) -> None:
-        self._app, self._clock = app, clock
+    def __init__(
+        self, app: ASGIApp, counts: RequestCounts, *, is_logged: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._app, self._counts, self._is_logged, self._clock = app, counts, is_logged, clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, and log it when the application returns."""
+        """Pass the request on, and note the status of its answer."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        begun_s, status = self._clock(), "-"
+        begun_s, status = self._clock(), 0
+
+        def note(new: int) -> None:
+            nonlocal status
+            status = new
+            self._counts.note_status(scope["path"], new)
 
         async def send_noted(message: Message) -> None:
-            nonlocal status
             if message["type"] == "http.response.start":
-                status = str(message["status"])
+                note(message["status"])
             await send(message)
 
         try:
             await self._app(scope, receive, send_noted)
         except Exception:  # raised again; the error handler outside answers with 500
-            status = "500" if status == "-" else status
+            if not status:
+                note(500)
             raise
         finally:
-            path = quote(scope["path"], safe=IN_PATHS)[:MAX_PATH]
-            logger.info("%s %s %s %.3f s", scope["method"], path, status, self._clock() - begun_s)
+            if self._is_logged:
+                path = quote(scope["path"], safe=IN_PATHS)[:MAX_PATH]
+                logger.info("%s %s %s %.3f s", scope["method"], path, status or "-", self._clock() - begun_s)

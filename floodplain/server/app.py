@@ -18,10 +18,10 @@ from floodplain import __version__
 from floodplain.core.request import NO_GOALS, Goals
 from floodplain.live.feed import Feed
 from floodplain.live.routes import page_routes
-from floodplain.server.access_log import AccessLog
+from floodplain.server.access_log import AnswerWatch
 from floodplain.server.answering import ERRORS, REQUEST_FIELDS, Answering
 from floodplain.server.auth import KeyRing
-from floodplain.server.counts import RefusalCounter, RequestCounts
+from floodplain.server.counts import RequestCounts
 from floodplain.server.draining import Draining
 from floodplain.server.live import server_looks
 from floodplain.server.metrics import ServingMetrics
@@ -93,9 +93,7 @@ def create_app(
     if tracer is not None:
         engine.subscribe(tracer.note)
     counts = RequestCounts()
-    app.add_middleware(RefusalCounter, counts=counts)
-    if config.access_log:
-        app.add_middleware(AccessLog)
+    app.add_middleware(AnswerWatch, counts=counts, is_logged=config.access_log)
     names = config.served_model_name or (engine.model_name,)
     answering = Answering(engine, counts, config.ping_interval, is_traced=tracer is not None)
     app.include_router(OpenAIRoutes(engine, names, answering, config.tool_call_parser).router())

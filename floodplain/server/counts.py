@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import aclosing
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
 from floodplain.server.streams import Deltas
 from floodplain.web.gate import PUBLIC_PATHS
 
@@ -37,34 +35,7 @@ class RequestCounts:
         finally:
             self.finished[reason] += 1
 
-
-class RefusalCounter:
-    """ASGI middleware that counts refusals."""
-
-    def __init__(self, app: ASGIApp, counts: RequestCounts) -> None:
-        self._app, self._counts = app, counts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, and look at the status of its answer."""
-        if scope["type"] != "http" or scope["path"] in PUBLIC_PATHS:
-            await self._app(scope, receive, send)
-            return
-        is_answered = False
-
-        async def send_counted(message: Message) -> None:
-            nonlocal is_answered
-            if message["type"] == "http.response.start":
-                is_answered = True
-                self._count(message["status"])
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_counted)
-        except Exception:  # raised again; the error handler outside answers with 500
-            if not is_answered:
-                self._count(500)
-            raise
-
-    def _count(self, status: int) -> None:
-        if status >= 400:
-            self._counts.refused[str(status)] += 1
+    def note_status(self, path: str, status: int) -> None:
+        """Count an answer with this status to a request for ``path``, if it is a refusal."""
+        if status >= 400 and path not in PUBLIC_PATHS:
+            self.refused[str(status)] += 1

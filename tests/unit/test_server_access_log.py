@@ -10,7 +10,8 @@ from urllib.parse import unquote
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from floodplain.server.access_log import MAX_PATH, AccessLog
+from floodplain.server.access_log import MAX_PATH, AnswerWatch
+from floodplain.server.counts import RequestCounts
 from tests.support.asgi import call
 
 SECRET = "sk-secret"
@@ -19,7 +20,7 @@ SECRET = "sk-secret"
 def log_of(caplog: pytest.LogCaptureFixture, app: Callable[[Scope, Receive, Send], object], path: str = "/v1/x") -> str:
     """The one line of a request to ``app``, which takes a second and a half."""
     times = iter([7.0, 8.5])
-    log: Any = AccessLog(app, lambda: next(times))  # type: ignore[arg-type]
+    log: Any = AnswerWatch(app, RequestCounts(), is_logged=True, clock=lambda: next(times))  # type: ignore[arg-type]
     headers = [(b"authorization", SECRET.encode())]
     with caplog.at_level(logging.INFO, "floodplain"):
         call(log, f"{path}?{SECRET}", method="POST", headers=headers, body=SECRET.encode())
@@ -83,5 +84,6 @@ def test_other_scopes_have_no_line(caplog: pytest.LogCaptureFixture) -> None:
         assert scope == {"type": "lifespan"}
 
     with caplog.at_level(logging.INFO, "floodplain"):
-        asyncio.run(AccessLog(check)({"type": "lifespan"}, None, None))  # type: ignore[arg-type]
+        watch = AnswerWatch(check, RequestCounts(), is_logged=True)
+        asyncio.run(watch({"type": "lifespan"}, None, None))  # type: ignore[arg-type]
     assert caplog.messages == []
