@@ -128,8 +128,9 @@ class ClusterConfig:
             return
         if self.pipeline and self.instances == 1:
             raise UserError("--pipeline needs --instances 2 or more: each instance is one of its stages")
-        for given in [] if self.pipeline else self._find_given("microbatches", "step_profile"):
-            raise UserError(f"{given} needs --pipeline: nothing else has microbatches")
+        for name, value in changed(self).items():
+            if name in ("microbatches", "step_profile") and not self.pipeline:
+                raise UserError(f"{flag_name(name)} {value} needs --pipeline: nothing else has microbatches")
         self._check_relief()
         if not 1 <= self.instances <= MAX_INSTANCES:
             raise UserError(f"--instances must be between 1 and {MAX_INSTANCES}, not {self.instances}")
@@ -183,20 +184,15 @@ class ClusterConfig:
                 "give the address that they do"
             )
 
-    def _find_given(self, *names: str) -> list[str]:
-        """Those of these flags that do not have their default, with their values."""
-        given = changed(self)
-        return [f"{flag_name(name)} {given[name]}" for name in names if name in given]
-
     def _check_unused(self) -> None:
-        given = ["--pipeline"] if self.pipeline else []
-        given += self._find_given(
-            "microbatches", "step_profile", "relief", "most_stages", "autoscale_webhook", "backstop", "cluster",
-            "instance_cpus",
-        )  # fmt: skip
-        places = self._find_given("instance_address", "instance_token_file", "instance_timeout", "stall_timeout")
-        for one in given + [place.partition(" ")[0] for place in places]:
-            raise UserError(f"{one} needs --instances: without it there is one engine, in this process")
+        for name, value in changed(self).items():
+            shown = "" if name in _NOT_SHOWN else f" {value}"
+            why = "without it there is one engine, in this process"
+            raise UserError(f"{flag_name(name)}{shown} needs --instances: {why}")
+
+
+_NOT_SHOWN = ("instance_address", "instance_token_file", "instance_timeout", "stall_timeout", "pipeline")
+"""Flags whose values are left out of a refusal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
