@@ -57,10 +57,7 @@ _LEAST_LETTERS = 3
 class Source:
     """The source of a flag's value, if not the command line.
 
-    Attributes:
-        name: Name of the variable or the file.
-        options: The spellings of the flag, or the name of the argument.
-        value: The value as text.
+    ``options``: the spellings of the flag, or the name of the argument.
     """
 
     name: str

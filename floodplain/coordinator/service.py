@@ -84,10 +84,7 @@ class BookView:
 class ServiceTotals:
     """Counts since the start, for the metrics.
 
-    Attributes:
-        num_transactions: Commits of changes; they took ``commit_s`` seconds.
-        num_taken_for_dead: Lives that ended by silence.
-        outcomes: How often each kind of message had each outcome.
+    ``num_taken_for_dead``: lives that ended by silence. ``outcomes``: how often each kind of message had each outcome.
     """
 
     num_transactions: int = 0
@@ -148,9 +145,8 @@ class LeaseService:
         clock: For lives and deadlines (``lease_clock``).
         may_borrow_from: As ``LeaseBook.allow`` takes it. Any thread may replace it, for the next transaction or tick.
 
-    Attributes:
-        on_change: Called on the service's thread: with changed leases once committed, with None when it stops leading.
-        granted_unix_s: When each lease was granted, only to be shown.
+    ``on_change``: called on the service's thread: with changed leases once committed, with None when it stops leading.
+    ``granted_unix_s``: when each lease was granted, only to be shown.
     """
 
     def __init__(

@@ -45,7 +45,6 @@ class BlockLedger:
 
     Args:
         num_blocks: Blocks that have memory now.
-        block_tokens: Tokens in a block.
         quantum_blocks: Blocks whose pages are unmapped together; the pool shrinks by whole quanta.
         caches_prefixes: Whether freed blocks keep their content for later prefixes.
     """

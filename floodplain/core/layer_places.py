@@ -42,9 +42,8 @@ def stream_order(num_layers: int) -> tuple[int, ...]:
 class LayerPlaces:
     """Which of ``num_layers`` (n) layers stream, and which slot each uses. InvariantError for impossible places.
 
-    Attributes:
-        num_streamed: m. 0, or more than ``num_slots``: fewer would be loaded into the slots that they left.
-        num_slots: S. While any layer streams, the arenas of the first S layers of ``stream_order`` are the slots.
+    ``num_streamed``: m. 0, or more than ``num_slots``: fewer would be loaded into the slots that they left.
+    ``num_slots``: S. While any layer streams, the arenas of the first S layers of ``stream_order`` are the slots.
     """
 
     num_layers: int

@@ -109,7 +109,6 @@ class Decision:
         decodes: Running, decoding sequences that get one more token, in the order of the view.
         admissions: Waiting sequences that start, with their first chunk, in which a prefix hit does not count.
         backups: Running sequences whose full blocks are backed up.
-        prefix_backup: Backup of cached prefixes that no request uses now.
         reason: Why the policy could not decide as it would like; None if it could.
     """
 

@@ -30,9 +30,8 @@ class Structure:
 
     UserError if it is longer than ``MAX_STRUCTURE_CHARS``.
 
-    Attributes:
-        content: A schema or a list as JSON, a regular expression of Rust's ``regex``, a grammar of llguidance's Lark or
-            of llama.cpp's GBNF.
+    ``content``: a schema or a list as JSON, a regular expression of Rust's ``regex``, a grammar of llguidance's Lark or
+    of llama.cpp's GBNF.
     """
 
     kind: StructureKind

@@ -56,7 +56,6 @@ class Sequence:
         keys: Content keys of its leading full blocks, as far as they were needed.
         num_sealed: Leading blocks that the ledger knows by key.
         is_decoding: Whether the executor holds its last token and position, so that one token can follow.
-        num_outstanding: Outstanding steps that it is part of.
         num_arriving: Loading: blocks that it will have.
         num_leaving: Blocks of it that outbound copies still read.
         account: Of its request; the request's choices share it (``core.served``).

@@ -65,11 +65,8 @@ def split_layers(
     A pipeline is as slow as its most expensive stage, and each block needs room in all stages. Of cuts with as many
     blocks the most even one is chosen. UserError if there are fewer layers than stages.
 
-    Args:
-        num_layers: All layers of the model, which are equal.
-        memories: The memory of each stage.
-        head_cost: Cost of the last stage's other work, in layers.
-        slack: Share by which the most expensive stage may exceed the least possible.
+    ``head_cost``: cost of the last stage's other work, in layers. ``slack``: share by which the most expensive stage
+    may exceed the least possible.
     """
     num_stages = len(memories)
     if num_layers < num_stages:

@@ -26,7 +26,6 @@ class StepWork:
         num_decodes: Sequences that feed one token.
         context_tokens: Tokens that these attend to, themselves included, summed.
         num_chunks: Runs of several prompt tokens of one sequence.
-        prefill_tokens: Tokens of all chunks.
         self_pairs: Pairs of tokens of one chunk that attend to each other.
         prefix_tokens: Tokens before the chunks, whose KV is read.
         prefix_pairs: Pairs of a chunk's token and a token before the chunk.
@@ -69,9 +68,7 @@ class StepCost:
 
     Attributes:
         base_s: For any step: parameters are loaded once for the batch (Eq. 3).
-        decode_s: For each decode.
         context_token_s: For each token that a decode attends to.
-        chunk_s: For each chunk.
         prefill_token_s: For each token of a chunk: matrices (Eq. 1, FFN).
         self_pair_s: For each pair within a chunk (Eq. 1, self-attention).
         prefix_token_s: For each token before a chunk: its KV is read once, independent of the chunk's length.

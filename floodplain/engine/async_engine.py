@@ -38,9 +38,8 @@ _INBOX_S = 0.005
 class AsyncEngine:
     """The engine of the server and of in-process benchmarks; submissions and aborts wait for the next step boundary.
 
-    Attributes:
-        engine: Only the engine's thread may use its state once started.
-        failure: The exception that ended the engine's thread, which all calls raise; None if none did.
+    ``engine``: only the engine's thread may use its state once started. ``failure``: the exception that ended the
+    engine's thread, which all calls raise; None if none did.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -224,14 +224,12 @@ class LayerFile:
 
 
 def _describe_layers(fingerprint: str, tensors: Sequence[torch.Tensor]) -> LayerFile:
-    """The expected file for these layers (uint8) in memory; computes their digests."""
     with ThreadPoolExecutor(min(_MAX_THREADS, count_cores())) as threads:
         digests = tuple(threads.map(_compute_layer_digest, tensors))
     return LayerFile(fingerprint, tuple(len(tensor) for tensor in tensors), digests)
 
 
 def _compute_layer_digest(tensor: torch.Tensor) -> bytes:
-    """SHA-256 of a layer's bytes (uint8), on any device."""
     whole = hashlib.sha256()
     for chunk in _cut(tensor):
         whole.update(chunk.cpu().numpy().data)

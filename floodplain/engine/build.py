@@ -220,7 +220,6 @@ def _make_neighbours(
     steady: SteadyState | None,
     borrow: Callable[[Membership], tuple[PeerTier | None, NearLayers | None]],
 ) -> Neighbours | None:
-    """Make the neighbours, not yet started; None without a coordinator."""
     if client is None:
         return None
     device = None if lent_pool is None else lent_pool.as_device(config.recall_deadline)

@@ -36,9 +36,8 @@ class LLM:
 
     With a coordinator, a thread handles leases between two calls.
 
-    Args:
-        model: HF folder, ``.gguf`` file, ``smollm2``, or ``dummy:NAME``.
-        flags: The engine flags, with underscores (fields of ``EngineConfig``).
+    ``model``: HF folder, ``.gguf`` file, ``smollm2``, or ``dummy:NAME``. ``flags``: the engine flags, with underscores
+    (fields of ``EngineConfig``).
     """
 
     def __init__(self, model: str, **flags: Any) -> None:

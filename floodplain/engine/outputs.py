@@ -67,8 +67,6 @@ class ExpansionFacts:
         loaded_bytes: KV loaded onto the device for steps, since the start; ``near_loaded_bytes`` of it from neighbours'
             copies of ``num_near`` layers.
         written_bytes: KV written to layers' copies; ``near_written_bytes``: to those of neighbours.
-        stall_s: Time for which compute waited for loads.
-        host_bytes: Host memory of the copies.
         block_bytes: Device memory of a block; 0: as much as in swap space.
         limited: Why the expansion is not larger; None while it is not limited.
     """

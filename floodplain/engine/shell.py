@@ -75,7 +75,6 @@ class Engine:
     """A model behind a step loop, driven one step at a time by its owner (one thread). ``close`` closes its parts.
 
     Args:
-        config: Resolved: fields that have a value are not None.
         block_bytes: Bytes of one KV block over all layers.
         links: The facts of each link to swap space (see ``observe.result.HardwareReport``).
         neighbours: Started; None if it has none.

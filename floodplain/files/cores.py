@@ -15,10 +15,8 @@ from floodplain.files.control_groups import ControlGroups
 class Cores:
     """The cores of this process.
 
-    Attributes:
-        num_machine: Of the machine.
-        num_allowed: That it may run on (its affinity).
-        quota: CPU seconds per second that its container has; None: there is no limit.
+    ``num_allowed``: those that it may run on (its affinity). ``quota``: CPU seconds per second that its container
+    has; None: there is no limit.
     """
 
     num_machine: int

@@ -41,7 +41,6 @@ class Profile:
         tries: The tries in order: one mapping each, in the form of the kind.
         errors: How sure the result is: confidence, held-out errors, spread, depending on the kind.
         made_at: The time, in ISO 8601 and UTC.
-        made_by: The version of Floodplain.
     """
 
     kind: str

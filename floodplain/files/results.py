@@ -129,7 +129,6 @@ def _open_part(folder: Path) -> tuple[int, Path]:
 
 
 def _remove_dead_parts(folder: Path) -> None:
-    """Remove partial files of writers that were killed."""
     for part in folder.glob(_PART.format("*")):
         with suppress(OSError):
             fd = os.open(part, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

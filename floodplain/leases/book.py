@@ -37,8 +37,7 @@ class LeaseBook:
     A member that is silent for ``ttl_s`` seconds is considered dead. ``members``, ``leases`` and ``floor`` (of
     ``LeaseTable``) are a store's.
 
-    Attributes:
-        may_borrow_from: Who may borrow from whom; None if all may borrow from all.
+    ``may_borrow_from``: who may borrow from whom; None if all may borrow from all.
     """
 
     def __init__(
@@ -219,8 +218,7 @@ class Roster:
 
     ``now`` is the clock; later, if living members were promised a longer life than ``ttl_s``.
 
-    Attributes:
-        heard: Living members whose offers were received since ``now``: those bytes may be granted.
+    ``heard``: living members whose offers were received since ``now``: those bytes may be granted.
     """
 
     def __init__(self, table: LeaseTable, ttl_s: float, now: float, limits: LeaseLimits = DEFAULT_LIMITS) -> None:

@@ -31,9 +31,8 @@ FORGET_AFTER_S = 600.0
 class LeaseLimits:
     """Limits of one lease book; ``max_leases`` and ``max_borrowed_bytes`` are of one consumer. Owed leases count.
 
-    Attributes:
-        max_members: Living and ended. If it is reached, a new member replaces the one that ended first.
-        forget_after_s: A member that ended so long ago, and that has no lease, is forgotten.
+    ``max_members``: living and ended. If it is reached, a new member replaces the one that ended first.
+    ``forget_after_s``: a member that ended so long ago, and that has no lease, is forgotten.
     """
 
     least_lease_bytes: int = 1

@@ -214,7 +214,6 @@ class ElasticPool:
         return sum(self._move_to_peer(lease_id, refusals) for lease_id in prepared), refusals
 
     def _allocate(self, lease: Lease) -> Extent | str:
-        """Return the extent of a grant, or why there is none."""
         extent, reason = allocate_lease(self._memory, lease)
         if extent is None:
             self._client.refused(lease.lease_id, reason)

@@ -24,7 +24,6 @@ class PoolLimits:
         num_blocks: Of the pool while nothing is lent.
         least_blocks: The pool never has fewer: what the longest request needs.
         most_lent_blocks: Never more are lent; 0 lends nothing.
-        max_model_len: Most tokens of a request, prompt and output.
     """
 
     num_blocks: int

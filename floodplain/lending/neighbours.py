@@ -52,8 +52,7 @@ class Neighbours:
     ``agent`` is not yet started. ``hurry`` is called in place of the borrowers' own, on a thread of its own, whenever
     there is news of leases.
 
-    Attributes:
-        on_news: Called on the agent's thread whenever there is news: a boundary should come soon.
+    ``on_news``: called on the agent's thread whenever there is news: a boundary should come soon.
     """
 
     def __init__(

@@ -77,13 +77,10 @@ RETRY_S = 0.5
 class PoolLender:
     """Moves memory between an engine and its consumers at boundaries. Idle, a boundary costs a few comparisons.
 
-    Args:
-        can_offer: Whether an offer would reach a coordinator. A recall does not depend on it.
-        look_s: Seconds between two checks of the load.
-        guest_bytes: Of what the engine releases, so much is not offered: consumers' contexts take it.
+    ``can_offer``: whether an offer would reach a coordinator. A recall does not depend on it. ``guest_bytes``: of what
+    the engine releases, so much is not offered: consumers' contexts take it.
 
-    Attributes:
-        is_moving: Whether the last boundary moved bytes, so that the next one should come soon.
+    ``is_moving``: whether the last boundary moved bytes, so that the next one should come soon.
     """
 
     def __init__(

@@ -48,9 +48,8 @@ class _Listener:
 class Feed:
     """Sends snapshots to listeners. Everything is called on one event loop.
 
-    Args:
-        open_look: Called when the first listener is added; its result is used until the last one is removed.
-        is_ending: Whether all listeners are to be ended, because the service stops.
+    ``open_look``: called when the first listener is added; its result is used until the last one is removed.
+    ``is_ending``: whether all listeners are to be ended, because the service stops.
     """
 
     def __init__(

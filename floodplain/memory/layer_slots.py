@@ -121,10 +121,8 @@ class LayerSlots(LayerTensors):
 
     All layers of ``pool`` are mapped and none is placed elsewhere; only this object changes that. It closes ``line``.
 
-    Attributes:
-        places: Which layers stream now.
-        step_bytes: Bytes of one layer that the step under way reads: what each load of it brings.
-        near: Second copies of streamed layers; a copy is dropped when its layer stops streaming.
+    ``step_bytes``: bytes of one layer that the step under way reads: what each load of it brings. ``near``: second
+    copies of streamed layers; a copy is dropped when its layer stops streaming.
     """
 
     def __init__(

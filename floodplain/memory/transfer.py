@@ -57,9 +57,8 @@ class BlockCopy:
 class CopyResult:
     """How a copy ended.
 
-    Attributes:
-        lost: Places in ``BlockCopy.blocks`` of the blocks that did not arrive as they left, ascending.
-        digests: Of each block as it was copied, in the order of ``BlockCopy.blocks``.
+    ``lost``: places in ``BlockCopy.blocks`` of the blocks that did not arrive as they left, ascending. ``digests``: of
+    each block as it was copied, in the order of ``BlockCopy.blocks``.
     """
 
     transfer_id: int

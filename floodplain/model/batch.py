@@ -11,9 +11,8 @@ import torch
 class PrefillSegment:
     """A run of ``num_tokens`` consecutive tokens of one sequence, from row ``first_row`` of the batch on.
 
-    Attributes:
-        context_len: Tokens of the sequence up to the end of the run.
-        block_table: The sequence's blocks, int64, at least those that hold ``context_len`` tokens.
+    ``context_len``: tokens of the sequence up to the end of the run. ``block_table``: the sequence's blocks, int64, at
+    least those that hold ``context_len`` tokens.
     """
 
     first_row: int

@@ -138,7 +138,6 @@ def _class_of(settings: Mapping[str, Any], config: Mapping[str, Any], *, is_byte
 
 
 def _default_names(kind: str, content: Mapping[str, Any]) -> Mapping[str, str]:
-    """Special tokens that the settings need not name."""
     padding = content.get("padding")
     return {"pad_token": padding["pad_token"]} if kind == GENERIC and padding else _DEFAULT_NAMES.get(kind, {})
 

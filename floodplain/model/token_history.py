@@ -23,9 +23,8 @@ class TokenHistory:
 
     It is a function of the tokens alone. ``grammars`` are the model's, needed for a request with a structure.
 
-    Attributes:
-        structure: Which tokens its structure allows next; None without one.
-        tail: The last tokens of the output, as many as the longest bad word needs.
+    ``structure``: which tokens its structure allows next; None without one. ``tail``: the last tokens of the output, as
+    many as the longest bad word needs.
     """
 
     def __init__(self, request: Request, grammars: Grammars | None = None) -> None:

@@ -188,7 +188,6 @@ def _draw_away(panel: Axes, columns: Columns) -> None:
 
 
 def _draw_stack(panel: Axes, times_s: Sequence[float], layers: Sequence[tuple[Sequence[float], str, str]]) -> None:
-    """Stacked areas, each with its name at the right edge."""
     panel.stackplot(times_s, *(values for values, _, _ in layers), step="post", colors=[c for _, _, c in layers])
     panel.set_ylim(bottom=0)
     ends, below = [], 0.0

@@ -112,15 +112,12 @@ class LoadTable:
     Attributes:
         start_s: Where the seconds begin in which tokens are counted.
         sent_s: When each completed request was sent; the columns have the same order.
-        finished_s: When its answer ended.
         latencies_s: Its TTFT, TPOT and E2E under their names in results; NaN if it has none.
-        num_tokens: Its output tokens.
         num_requests: Failed ones included.
         num_prompt_tokens: Of the completed ones.
         end_s: When the last answer ended or failed.
         max_lag_s: The longest time from an arrival to its sending; None without requests.
         max_wait_s: The longest time in which a request got no token; None without completed ones.
-        gaps: The gaps between tokens.
     """
 
     def __init__(self, gaps: AllGaps | GapHistogram, start_s: float = 0.0) -> None:

@@ -151,7 +151,6 @@ def draw_tpot(runs: Sequence[Run]) -> Figure:
 
 
 def _by_request(title: str, values: Sequence[PerRequest], runs: Sequence[Run]) -> Figure:
-    """Draw values of requests in the order in which the requests were sent."""
     from matplotlib.ticker import MaxNLocator
 
     with styled():

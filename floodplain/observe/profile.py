@@ -77,8 +77,6 @@ class Curve:
     """One panel.
 
     Attributes:
-        label: Label of its vertical axis.
-        points: One point for each try.
         name: Name of the points in the legend; None: they are not in it.
         limit: A horizontal line and its name.
         errors: Half the length of each point's error bar.
@@ -259,7 +257,6 @@ _KINDS: Mapping[str, Callable[[Profile], Figure | None]] = {
 
 
 def _scale_batches(panel: Axes, batches: Sequence[int], limit: int | None) -> None:
-    """Use a logarithmic axis with labels at the powers of two."""
     from matplotlib.ticker import NullFormatter
 
     largest = max([*batches, *([] if limit is None else [limit])])

@@ -54,10 +54,8 @@ class ExpansionReport:
 
     Attributes:
         expansion: Blocks of the pool at the end, over those without streamed layers.
-        streamed_layers: Layers that streamed at the end.
         in_bytes: KV loaded for steps.
         out_bytes: KV written to copies.
-        stall_s: How long compute waited for loads.
         limited: Why the expansion was not larger at the end; None if it was as large as requested.
     """
 
@@ -111,7 +109,6 @@ class RunInfo:
         request_rate: As asked; infinity when all were sent at once; None for a trace.
         max_concurrency: As asked; None: open loop.
         skipped_rows: Rows of the trace's file that could not be replayed; None without a trace.
-        config: The resolved configuration.
         goodput: The limits of a good request, ``ttft:MS …``: as asked, or measured (``workload.goals``).
     """
 

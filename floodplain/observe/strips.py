@@ -124,7 +124,6 @@ def draw_beside_stock(stock: Run, ours: Run) -> Figure | None:
 
 
 def _write_share(panel: Axes, result: Mapping[str, Any], colour: str) -> None:
-    """Write the share of good requests in large figures to the right of a panel."""
     middle = 1.0 + 0.5 * _FIGURE_SHARE / (1.0 - _FIGURE_SHARE)
     share = f"{100 * result['slo_attainment']:.0f} %"
     style: Mapping[str, Any] = {"transform": panel.transAxes, "ha": "center", "in_layout": False}

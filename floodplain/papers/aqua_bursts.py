@@ -51,9 +51,7 @@ class Setting:
 class Guess:
     """The stable rate as a part of what one engine completes, and what else differs from the paper's words.
 
-    Attributes:
-        has_rented_pcie: PCIe is as others measured it.
-        model: The model whose steps are taken, with the KV pool of the paper's.
+    ``model``: the model whose steps are taken, with the KV pool of the paper's.
     """
 
     share: float

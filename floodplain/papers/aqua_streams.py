@@ -31,11 +31,7 @@ class Copying:
 class LongPrompt:
     """One sequence of OPT-30B on a device, half of its output generated.
 
-    Attributes:
-        device: By name.
-        dram: Bytes per second from DRAM, as the paper says.
-        nvlink: The link to the neighbour, by name.
-        prompt: Tokens of the prompt.
+    ``dram``: bytes per second from DRAM, as the paper says. ``nvlink``: the link to the neighbour, by name.
     """
 
     device: str

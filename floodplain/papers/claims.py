@@ -26,7 +26,6 @@ class Statement:
     """A number that a figure of a paper claims.
 
     Attributes:
-        text: What the number is.
         quantity: Which of the quantities that a figure measures it is compared with.
         bound: ``at least`` and ``at most`` hold on one side whatever the distance.
         own: The quantity that says the same of Floodplain's own way; None if there is none.
@@ -142,7 +141,6 @@ class Figure:
 
     Attributes:
         name: Such as ``aqua-13``.
-        shows: What the figure shows.
         setting: Models, GPUs, workload and baselines: the paper's.
         assumptions: Those that are ours.
         measure: (a value of the unknown, or None without one; a seed) to one run; the same for the same arguments.

@@ -26,9 +26,7 @@ class Setting:
 
     Attributes:
         place: Model, device and GPUs of an instance, as in a scenario.
-        num_instances: Instances behind one dispatcher.
         link: Between instances, bytes per second for each GPU, each way.
-        lengths: Of requests.
         phases: (seconds, rate relative to the load before the burst) of each part; arrivals are Poisson in each.
     """
 

@@ -113,7 +113,6 @@ FIGURE_12 = Figure(
 
 
 def _compare(setting: Setting, load: Load, seed: int) -> dict[str, float]:
-    """KunServe beside vLLM and InferCept."""
     _, served = load.of(setting).serve((VLLM, SWAP, KUNSERVE, OWN), load.share, seed)
     ttft = {name: quantile(one.ttft_s, 0.99) for name, one in served.items()}
     tpot = {name: quantile(one.tpot_s, 0.5) for name, one in served.items()}

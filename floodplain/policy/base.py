@@ -20,9 +20,8 @@ from floodplain.policy.turn import share
 class Standing:
     """With what a decision that only decodes stands, while the same sequences are live and decode.
 
-    Attributes:
-        least_available: Least blocks that can be allocated, those that the decodes need included.
-        num_at_risk: At least so many blocks are empty, or the next so many cached blocks to be evicted have backups.
+    ``least_available``: least blocks that can be allocated, those that the decodes need included. ``num_at_risk``: at
+    least so many blocks are empty, or the next so many cached blocks to be evicted have backups.
     """
 
     least_available: int = 0

@@ -48,7 +48,6 @@ class Deadlines:
     Attributes:
         ttft_goal_s: The server's TTFT goal; inf while neither it nor a price is known.
         step_s: Seconds of a step, prompts included.
-        turn_s: Seconds of a turn.
         most_silence_s: Longest gap that a stream should have.
         most_wait_s: Longest wait that a request in line should have.
     """

@@ -104,7 +104,6 @@ def choose_move(
     Args:
         views: Instances that take requests; migrating requests count at their targets.
         requests: By epoch, the running requests there that are not migrating.
-        num_under_way: Migrations under way.
         now: Seconds, on the clock of ``tried_s``.
     """
     some = sorted(views, key=lambda view: (freeness(view), view.epoch))

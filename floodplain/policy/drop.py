@@ -202,7 +202,6 @@ class ClusterLoad:
         num_head_blocks: Blocks that the waiting requests at heads of lines need; 0 if none waits.
         num_blocks: Blocks of all pools, as they are now, and
         undropped_blocks: if no layer is dropped.
-        is_grouped: Whether any instance has dropped layers.
         is_changing: Whether a transition is under way: no move is made before it ends.
     """
 
@@ -234,7 +233,6 @@ class DropTimingSettings:
         window_s: Seconds of demand that the prediction is fitted to, and by which it is extended.
         low: Part of the undropped pools below which demand allows a restore.
         calm_s: Seconds for which demand must stay below that part.
-        gap_s: Seconds between two moves, at least.
         most_drops: Drops between two restores; each after the first one merges groups.
     """
 

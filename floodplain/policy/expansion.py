@@ -43,8 +43,6 @@ class ExpansionView:
         step_s: Time of the step that has ended, without stalls; 0 if the boundary follows no step.
         stall_s: Time for which its compute waited for loads.
         copy_s: Link time to load what the step reads of one layer, measured or, without streams, estimated.
-        num_streamed: Layers that stream.
-        num_held_blocks: Blocks that sequences hold.
         is_binding: Sequences wait or were preempted because blocks are short.
         fixed_s: Part of ``step_s`` that a larger batch does not lengthen. None: all of it, which makes gains look as
             large as the expansion.

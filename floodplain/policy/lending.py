@@ -38,7 +38,6 @@ class PoolLoad:
         now: Seconds of any monotonic clock.
         num_waiting: Live requests that are not on the device, although they could run.
         num_used_blocks: Blocks that live requests hold; cached prefixes do not count.
-        num_blocks: Blocks of the pool now.
         full_blocks: Blocks of the pool if nothing were lent; constant.
         num_arrived: Requests since the start.
         can_offer: Whether an offer would reach the coordinator now.

@@ -88,9 +88,8 @@ def count_tokens(prefix: int, num_tokens: int) -> float:
 class MicrobatchRule:
     """How work is divided over microbatches.
 
-    Attributes:
-        split: ``even`` makes parts of equal cost, ``tokens`` of equal tokens, ``halving`` is the paper's.
-        least_tokens: Least tokens of a part if there are more parts than stages.
+    ``split``: ``even`` makes parts of equal cost, ``tokens`` of equal tokens, ``halving`` is the paper's.
+    ``least_tokens``: least tokens of a part if there are more parts than stages.
     """
 
     split: Split = "tokens"

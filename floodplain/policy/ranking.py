@@ -18,7 +18,6 @@ class Ranking:
     """All live requests in the order in which they should be on the device.
 
     Attributes:
-        rows: The requests, highest rank first.
         staying: Residents that may not be preempted for other requests yet, because their slice is not over.
         slice_steps: Least steps for which a request that enters now stays.
         reason: What limits the ranking, if the policy could not rank as it would like; else None.

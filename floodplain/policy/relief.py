@@ -349,7 +349,6 @@ class ReliefRule:
 
     Attributes:
         is_priced: True: a drop must pay; False: it happens whenever memory is short.
-        most_stages: The most instances in a group.
         arrivals: Meter of requests, which the caller updates.
         steps: Meter of steps, which the caller updates.
         priced: The last decision by price; None if there was none.

@@ -20,7 +20,6 @@ class Shares:
     """Claims and work of each API key, by its name.
 
     Attributes:
-        has_several: Whether several keys have live requests.
         work: Served work of a key (``core.served``); 0 if there is one key.
         claims: Sum of the claims of a key's requests.
         pending: Work that a key's admitted requests will still be served, by estimate.

@@ -69,7 +69,6 @@ class Begun:
     """What requests that have begun claim and need.
 
     Attributes:
-        claimed: Part of the device that is claimed.
         paused: Part of the device that late swapped streams would take if they were resident.
         shares: Claims by API key; empty if there is one key, whose claims are ``claimed``.
         num_ahead: Tokens of prompts that are to be computed in time.

@@ -118,8 +118,6 @@ def open_meter(device: torch.device, total_bytes: int | None = None) -> MemoryMe
 
 
 class _Sampler:
-    """Samples the resident set on a thread, from now until it is stopped."""
-
     def __init__(self) -> None:
         self._peak_bytes = _resident_bytes()
         self._ended = threading.Event()

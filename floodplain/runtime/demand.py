@@ -58,7 +58,6 @@ class DemandMeter:
         """Note the arrival of a request.
 
         Args:
-            num_prompt: Tokens of its prompt.
             num_waiting: Requests that wait, itself included.
             num_paused: Requests in swap space.
             live_outputs: Output tokens of each live stream so far.

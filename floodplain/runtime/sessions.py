@@ -217,7 +217,6 @@ class SessionBook:
         return session
 
     def _index(self, session: _Session, prompt_keys: Sequence[BlockKey]) -> None:
-        """Find a session by its newest prompt from now on."""
         self._unindex(session)
         if prompt_keys:
             session.middle_key, session.last_key = prompt_keys[(len(prompt_keys) - 1) // 2], prompt_keys[-1]

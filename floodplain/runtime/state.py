@@ -35,8 +35,6 @@ class LoopConfig:
 
     Attributes:
         max_model_len: Most tokens of a request, prompt and output.
-        max_batched_tokens: Most tokens in one step.
-        max_num_seqs: Most sequences on the device.
         depth: Most outstanding steps.
         eos_token_ids: Tokens that end a request unless it ignores them.
         fingerprint: Identifies the model in the content keys of blocks.

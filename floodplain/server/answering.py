@@ -92,10 +92,8 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 class Answering:
     """Answers with what an engine generates.
 
-    Args:
-        counts: Counts ends of answers.
-        ping_s: A stream gets a comment after so many seconds of silence; 0: never.
-        is_traced: Whether the engine gets ``TRACE_HEADERS``.
+    ``ping_s``: a stream gets a comment after so many seconds of silence; 0: never. ``is_traced``: whether the engine
+    gets ``TRACE_HEADERS``.
     """
 
     def __init__(self, engine: ServingEngine, counts: RequestCounts, ping_s: float, *, is_traced: bool) -> None:

@@ -28,7 +28,6 @@ class Client:
         best_priority: The lowest ``priority`` that its requests may set; lower is sooner.
         shares_prefixes: Whether its requests may reuse prefixes that other clients computed.
         best_goals: The tightest goals that its requests may set; a goal that is None has no limit.
-        is_admin: Whether it may change the cluster.
     """
 
     name: str = ""

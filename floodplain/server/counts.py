@@ -14,10 +14,8 @@ REASONS = ("stop", "length", "abort", "error")
 class RequestCounts:
     """Counters since the server began; everything is called on the event loop.
 
-    Attributes:
-        finished: Generated choices by why they ended; ``abort``: the client or the server ended them;
-            ``error``: the model computed NaN or infinity.
-        refused: Answers with a status of 400 or more, except to probes and scrapers.
+    ``finished``: generated choices by why they ended; ``abort``: the client or the server ended them; ``error``: the
+    model computed NaN or infinity. ``refused``: answers with a status of 400 or more, except to probes and scrapers.
     """
 
     def __init__(self) -> None:

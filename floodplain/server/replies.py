@@ -62,7 +62,6 @@ class _Offsets:
         self._next = 0 if echoed is None else min(0, len(echoed) - len(tokenizer.decode(prompt)))
 
     def take(self, token_id: int) -> int:
-        """The characters before the next token."""
         found, decoder = max(0, self._next), self._echo if self._num_echoed > 0 else self._output
         self._num_echoed -= 1
         self._next += len(decoder.push(token_id))
@@ -74,8 +73,7 @@ class ChoicesReply(ApiReply):
 
     ``shown_prompts`` are the tokens of the prompts, one for each choice, if token ids were asked for.
 
-    Attributes:
-        scored_prompts: The prompts whose log-probabilities the whole answer has, of ``num_choices`` each; None: none.
+    ``scored_prompts``: the prompts whose log-probabilities the whole answer has, of ``num_choices`` each; None: none.
     """
 
     scored_prompts: Sequence[Sequence[int]] | None = None

@@ -19,9 +19,7 @@ Timeline = Mapping[str, Sequence[float]]
 class EachAnswer:
     """Keeps the token times of every request.
 
-    Attributes:
-        records: By request id.
-        lives: By request id, those of all instances joined; without refused requests.
+    ``records``: by request id. ``lives``: by request id, those of all instances joined; without refused requests.
     """
 
     def __init__(self, load: Load) -> None:

@@ -18,8 +18,7 @@ class Arrivals:
     The others wait before they are sent, as behind ``--max-concurrency`` of ``floodplain bench``: then a request's
     ``arrival_s`` is the time when it was sent. ``send`` returns whether the fleet accepted the request.
 
-    Attributes:
-        num_loads: Loads of which a request is still to come.
+    ``num_loads``: loads of which a request is still to come.
     """
 
     def __init__(self, environment: Environment, send: Callable[[Request], bool], most: int | None = None) -> None:

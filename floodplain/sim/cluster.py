@@ -17,9 +17,8 @@ from floodplain.sim.virtual_engine import VirtualEngine
 class VirtualCluster:
     """Engines by epoch, and the lifecycles of each request on all its engines.
 
-    Attributes:
-        engines: Engines that accept requests; while there is none, requests wait in the cluster.
-        stories: Lifecycles of each request, by its id: one for each engine that had it, in order.
+    ``engines``: engines that accept requests; while there is none, requests wait in the cluster. ``stories``:
+    lifecycles of each request, by its id: one for each engine that had it, in order.
     """
 
     def __init__(self, environment: Environment) -> None:

@@ -82,9 +82,7 @@ class LeaseTotals:
 class VirtualCoordinator:
     """A lease book that survives in the rows of a store, and the agents that send it messages.
 
-    Args:
-        ttl_s: Seconds of silence after which a member is considered dead.
-        may_borrow_from: Who may borrow from whom; None if all may borrow from all.
+    ``ttl_s``: seconds of silence after which a member is considered dead.
 
     Attributes:
         agents: Of living members, by name.
@@ -188,9 +186,8 @@ class VirtualCoordinator:
 class VirtualAgent:
     """Sends a member's messages and applies the answers, at the times of ``lending.agent.LeaseAgent``.
 
-    Attributes:
-        instance: The member's process: another life of its name has another one.
-        can_offer: Whether the last exchange was answered.
+    ``instance``: the member's process: another life of its name has another one. ``can_offer``: whether the last
+    exchange was answered.
     """
 
     def __init__(

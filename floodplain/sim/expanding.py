@@ -44,10 +44,8 @@ class ExpandingStep:
 class ExpandingPool:
     """The loop's pool. ``step_time_s`` and ``at_boundary`` are for a ``VirtualInstance``.
 
-    Args:
-        loop: An empty loop, whose pool is that without streamed layers.
-        places: Which layers may stream, by ascending expansion.
-        policy: Decides at every boundary; None: the first of ``places`` stays.
+    ``loop``: an empty loop, whose pool is that without streamed layers. ``policy``: decides at every boundary; None:
+    the first of ``places`` stays.
     """
 
     def __init__(

@@ -202,8 +202,6 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class _Life:
-    """An instance from its start to its death."""
-
     epoch: int
     instance: VirtualInstance
     on_death: Callable[[], None]

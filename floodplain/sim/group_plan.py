@@ -37,7 +37,6 @@ def merge_of(
     """(instances in the order of the pipeline, which layers they keep).
 
     Args:
-        instances: Members of the new group.
         old: Members of each group that is taken in, and the layers of each; UserError if layers cannot be shared.
         sizes: Of layers and blocks.
         num_blocks: Pool of an instance that has all layers.
@@ -59,7 +58,6 @@ def plan_handover(
 
     Args:
         merge: Which layers members keep.
-        sizes: Of layers and blocks; a page is one block in one layer.
         num_blocks: Pool of an instance that has all layers.
         records: (place of the member that holds it, record) of each request.
         token_bytes: KV of a token in all layers.

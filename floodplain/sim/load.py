@@ -22,12 +22,9 @@ _OWN_TOKENS = 2**31
 class Load:
     """Requests in order of arrival, equal each time, with made-up tokens: equal ones only where ``prefix_ids`` say so.
 
-    Args:
-        scenario: Its workload, or that of each of its tenants.
-        rows: In place of its workload.
+    ``scenario``: its workload, or that of each of its tenants. ``rows``: in place of its workload.
 
-    Attributes:
-        num_skipped: Rows of traces that could not be replayed; None without a trace.
+    ``num_skipped``: rows of traces that could not be replayed; None without a trace.
 
     UserError if a file cannot be read, or there is no request.
     """

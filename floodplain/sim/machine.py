@@ -26,7 +26,6 @@ class Machine:
     """An instance's device by a scenario, resolved.
 
     Attributes:
-        block_bytes: Of one KV block on one GPU.
         slots: Slots of swap space by tier, the nearest first; those of a lender come with its memory.
         bandwidths: Bytes per second of each direction of named links; policies see the slower one, in ``links``.
         num_lent_blocks: Slots that the lender's memory holds.

@@ -145,7 +145,6 @@ def _serve_alone(scenario: Scenario, machine: Machine, load: Load) -> list[Reque
 
 
 def _report(fleet: Fleet, cpu_s: float) -> EngineReport:
-    """The counts of all instances."""
     moved = {kind: int(fleet.count(lambda engine, kind=kind: engine.links.moved_bytes[kind])) for kind in TransferKind}  # type: ignore[misc]
     return EngineReport(
         preemptions=int(fleet.count(lambda engine: sum(engine.loop.counters.preemptions.values()))),

@@ -33,7 +33,6 @@ class GroupModel:
     Attributes:
         num_blocks: Pool of an instance that has all layers.
         head_cost: Work of a pipeline's last stage beside its layers, in layers.
-        make_single: Makes an instance with all layers.
         make_group: Makes a pipeline of members that keep these layers, with a pool of so many blocks.
     """
 
@@ -49,9 +48,7 @@ class GroupModel:
 class GroupLink:
     """The costs of a transition.
 
-    Attributes:
-        bandwidth: Bytes per second between members, each way.
-        remap_s_per_byte: Seconds per byte of remapped pages.
+    ``bandwidth``: bytes per second between members, each way. ``remap_s_per_byte``: seconds per byte of remapped pages.
     """
 
     bandwidth: float
@@ -63,14 +60,12 @@ class Transition:
     """One drop, or the return of one instance to all layers; what is not known at the decision is 0 until the end.
 
     Attributes:
-        when_s: Time of the decision.
         usable_s: Seconds until new requests could run again.
         whole_s: Seconds until the last request had its KV.
         instances: Members of the new group, the leader first; the restored instance.
         num_blocks: Blocks of the new pool, and
         num_blocks_before: of the pools that it replaces (a restore: of the group's).
         kv_bytes: KV that crossed links; ``parameter_bytes`` likewise.
-        num_recomputed: Requests that lost their KV.
     """
 
     when_s: float
@@ -105,16 +100,10 @@ class _Group:
 class Regrouping:
     """Watches a cluster of single instances, and drops and restores layers as the policies decide.
 
-    Args:
-        num_instances: Instances at first, each alone.
-        rule: Decides when to drop and restore.
-        restores: Whether groups are restored.
-        period_s: Seconds between two calls of ``look``.
+    ``num_instances``: instances at first, each alone. ``period_s``: seconds between two calls of ``look``.
 
-    Attributes:
-        transitions: All transitions, in order.
-        drop_loads: The load at each decision to drop.
-        num_moving: Requests that have left an engine, and whose KV has not reached the next one.
+    ``drop_loads``: the load at each decision to drop. ``num_moving``: requests that have left an engine, and whose KV
+    has not reached the next one.
     """
 
     def __init__(
@@ -214,7 +203,6 @@ class Regrouping:
         return loads
 
     def _find_cost(self, num_used_blocks: int, num_stages: int) -> DropCost:
-        """The estimated cost of a drop into groups of so many stages."""
         kv_bytes = num_used_blocks / self._num_instances * self._model.block_tokens * self._token_bytes
         num_layers, layer_bytes = self._model.sizes.num_layers, self._model.sizes.layer_bytes
         remap_s = (num_layers - num_layers / num_stages) * layer_bytes * self._link.remap_s_per_byte
@@ -289,7 +277,6 @@ class Regrouping:
         engine.advance()
 
     def _take(self, engine: VirtualEngine) -> list[Record]:
-        """All requests of a paused engine."""
         for seq in engine.loop.state.running:
             seq.lifecycle.record(EventKind.PREEMPTED, self._cluster.environment.now)
         records = take_records(engine.loop)

@@ -165,7 +165,6 @@ class BorrowPart(_Part):
 
     Attributes:
         memory: The most.
-        link: To a lender.
         lease: Bytes of one lease.
         idle: Seconds after which a lease that no request needs is returned; 0 keeps all, as ``--lease-idle``.
     """
@@ -195,10 +194,8 @@ class CoordinatorPart(_Part):
 class ExpansionPart(_Part):
     """KV of some layers streams from host memory behind compute, as ``--kv-expansion`` of ``serve``.
 
-    Attributes:
-        factor: Blocks with streamed layers over those without, the nearest that layers allow; ``auto`` decides from
-            step to step.
-        link: To host memory.
+    ``factor``: blocks with streamed layers over those without, the nearest that layers allow; ``auto`` decides from
+    step to step.
     """
 
     factor: Factor = "auto"
@@ -212,8 +209,6 @@ class ReliefPart(_Part):
         mode: ``drop`` whenever memory is short, ``auto`` only if it costs less than to wait; ``pipeline`` for good, in
             groups of ``most_stages`` from the start.
         link: Between instances, for each of their GPUs, each way.
-        most_stages: The most instances in a group.
-        restore: Whether groups are ever restored.
         overload: Seconds of shortage before a drop.
         calm: Seconds of demand below half of the pools before a restore.
         gap: Seconds between two moves, at least.

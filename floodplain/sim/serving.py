@@ -70,7 +70,6 @@ class Served:
     Attributes:
         lifecycles: Lifecycles of the requests, in order of arrival.
         duration_s: Virtual time until the last token and the last copy.
-        busy_s: Time in which a step ran.
         stall_s: Time in which nothing could run before a copy ended.
     """
 

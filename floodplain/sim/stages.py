@@ -17,9 +17,8 @@ class VirtualStages(VirtualEngine):
 
     The leader plans when its stage is free; every stage runs one plan at a time.
 
-    Attributes:
-        busy_s: Seconds that each stage computed.
-        active_s: Seconds in which steps were outstanding, up to the last time when none was.
+    ``busy_s``: seconds that each stage computed. ``active_s``: seconds in which steps were outstanding, up to the last
+    time when none was.
     """
 
     def __init__(

@@ -90,7 +90,6 @@ class VirtualEngine(ABC):
         return seq_id
 
     def _complete(self, plan: StepPlan) -> None:
-        """End the oldest outstanding step, which was ``plan``."""
         outputs = self._driver.complete(dummy_result(plan), self._environment.now)
         if outputs.finished and self.on_ended is not None:
             for seq_id in outputs.finished:

@@ -59,9 +59,8 @@ class Answer:
 class Exchange:
     """An answer whose body is not read yet. It closes its connection when its deadline has passed.
 
-    Attributes:
-        content_type: The body's type; empty if the answer does not state it.
-        deadline_s: When reading must end, on the clock ``time.monotonic``; may be changed to a later time.
+    ``content_type``: the body's type; empty if the answer does not state it. ``deadline_s``: when reading must end, on
+    the clock ``time.monotonic``; may be changed to a later time.
     """
 
     def __init__(self, response: httpx2.Response, deadline_s: float) -> None:

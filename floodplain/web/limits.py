@@ -35,7 +35,6 @@ class ConnectionLimits:
         max_connections: At this many, the one that has waited longest for its client is closed to make room.
         head_s: Seconds from the start of a request, or of the connection, to the end of the headers.
         body_s: Seconds from there to the end of the body.
-        idle_s: Seconds between requests.
         stalled_s: Seconds within which a client must receive some bytes of a pending answer.
         linger_s: Seconds in which a client may read the reason before its connection is closed.
         max_head_bytes: Of the request line and the headers.

@@ -140,12 +140,10 @@ class HttpTarget:
 
     Args:
         base_url: For example ``http://127.0.0.1:8000``, with or without a trailing ``/v1``.
-        model: The model's name at the server.
         api_key: Sent as a bearer token.
         idle_s: A request fails after so long without a token, even if other data arrives.
         timeout_s: A request fails after so long in all.
         token_ids: Request token ids by vLLM's ``return_token_ids``; servers without it may refuse.
-        prompts: The form of prompts.
 
     Raises UserError if ``base_url`` is no HTTP address.
     """

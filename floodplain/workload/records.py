@@ -71,7 +71,6 @@ class RequestRecord:
         prompt_tokens: The target's count if it sends one, else the number sent.
         arrival_s: The arrival time in the workload.
         sent_s: When it was sent; latencies count from here.
-        finished_s: When its answer ended or failed.
         token_times_s: When each output token arrived; tokens of one chunk have the same time.
         output_token_ids: The tokens; None if the target does not send them.
         error: Why it failed, in one line; None if the answer is complete.

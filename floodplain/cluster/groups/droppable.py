@@ -252,7 +252,6 @@ class GroupRole(Role):
         return [ticket for ticket, request in self._session.requests.items() if id(request) in wanted]
 
     def _forget_streams(self) -> None:
-        """Cancel all streams; the router takes their requests back."""
         for task in self._session.streams.values():
             task.cancel()
 

@@ -33,7 +33,6 @@ class GroupMember:
         swap: Its swap space, readable for others while its engine is at rest; None if there is none.
         gate: Shut while a stage computes.
         bulk: The server of what others may read.
-        listener: The socket to which the stage before connects.
     """
 
     def __init__(self, opened: OpenedEngine, engine: AsyncEngine, backstop: Backstop, host: str) -> None:

@@ -40,7 +40,6 @@ class GroupPlan:
 
     Attributes:
         epochs: Of its members, by place; ``names``: their names in commands.
-        max_model_len: Most tokens of a request.
         since_s: When its state, or the progress in it, changed last.
         begun_s: When the current change, a drop or a restore, was requested.
         reports: Each paused member's report and its blocks, by epoch.

@@ -118,7 +118,6 @@ class Change:
     """The effect of one call.
 
     Attributes:
-        orders: Orders to send, in this sequence.
         entered: The state that this call entered; None if it did not change.
         ended: Epochs whose sessions must end now, last place first.
         lost: Requests that must be recomputed from their tokens.

@@ -88,15 +88,12 @@ class Launcher:
     A start has failed if its process ended, or its instance was lost, before it had served for ``SETTLED_S``. A process
     that was lost may join again by itself, as a stopped one does: it is admitted again when its delay is over.
 
-    Args:
-        on_change: Called when a slot's instance serves, is lost, or its process has ended. True if it may be restarted.
+    ``on_change``: called when a slot's instance serves, is lost, or its process has ended. True if it may be restarted.
 
     Attributes:
         tokens: Each slot's secret, and the slot.
-        serving: Slots with a serving instance.
         last_words: Why the last start of a slot failed, or its instance ended.
         refused: Slots whose last process ended for bad input: another start would fail too.
-        given_up: Slots that are not restarted any more.
     """
 
     def __init__(

@@ -190,11 +190,9 @@ class PipelineStage:
         listener: The socket to which the stage before connects; it stays open.
         order: The router's order: number and secret of the pipeline, address of the next stage.
         place: Of this stage, from 0; the first stage leads.
-        rule: How the leader divides work over microbatches.
         busy: Entered while the stage computes.
 
-    Attributes:
-        engine: The leader's engine; ``worker``: another stage's thread. None until ``open`` has linked the stage.
+    ``engine``: the leader's engine; ``worker``: another stage's thread. None until ``open`` has linked the stage.
     """
 
     def __init__(

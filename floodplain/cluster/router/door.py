@@ -21,9 +21,8 @@ LEAST_STAY_S = RETRY_S
 class Door(Accepting[asyncio.Task[None]]):
     """Accepts connections on a bound socket, and reads their hellos.
 
-    Args:
-        tokens: Secrets that admit an instance, each with its slot; None: an instance that was started elsewhere.
-        welcome: Called with each connection. It reads the hello first, and owns the connection.
+    ``tokens``: secrets that admit an instance, each with its slot; None: an instance that was started elsewhere.
+    ``welcome``: called with each connection. It reads the hello first, and owns the connection.
     """
 
     def __init__(

@@ -41,7 +41,6 @@ class ClusterEngine:
         outside_token: Admits instances that were started elsewhere; None: none are.
         silence_s: An instance that sends nothing for so long is declared dead.
         stall_timeout_s: So long an instance may stand still; None: as long as steps that ended allow.
-        is_pipeline: Whether its own instances are the stages of one pipeline.
         relief: The reaction to an overload: one of ``settings.RELIEFS``.
         webhook: Receives a notice when memory is short and no more layers can be dropped; None: no notices.
 

@@ -43,15 +43,13 @@ class Router:
     Args:
         silence_s: An instance that sends nothing for so long is declared dead.
         tokens: Secrets that admit an instance, each with its slot; None: an instance that was started elsewhere.
-        launcher: Notified of the sessions of the router's own instances.
         on_finished: Called with each request that ended by ``stop`` or ``length``.
         num_stages: Its own instances are the stages of a pipeline of so many; None: each serves by itself.
         shape: Of the model whose layers instances may drop; None: they drop none.
         migrates: Whether running requests migrate between instances, which then drop no layers.
 
-    Attributes:
-        num_ends: Sessions that ended, by reason.
-        monitor: Forms groups by the load; set by the caller. None if only operators do.
+    ``num_ends``: sessions that ended, by reason. ``monitor``: forms groups by the load; set by the caller. None if only
+    operators do.
     """
 
     def __init__(

@@ -35,7 +35,6 @@ class Entry:
 
     Attributes:
         number: The order of arrival.
-        tokens: Tokens generated so far.
         epoch: Of the instance that it is placed on, under ``ticket``; both None while it waits for an instance.
         refused_by: Epochs of instances that refused it since it was last placed elsewhere.
         num_moves: How often it was given back, or was lifted and had to ``wait``.

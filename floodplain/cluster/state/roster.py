@@ -46,7 +46,6 @@ class Instance:
         num_demanded_blocks: Blocks of the requests that are placed on it, under ``tickets``.
         is_leaving: Whether it is draining and accepts no more requests.
         stage: Its part of a pipeline; None if it has all layers. ``is_linked``: whether its pipeline is formed.
-        can_drop: Whether it may be a member of a group that drops layers.
         can_move: Whether running requests may migrate to it and from it with their KV.
         was_serving: Whether it has been able to serve since it joined.
         part: Its part in such a group, one of ``paused``, ``leading``, ``grouped``; None while it is in none.

@@ -70,7 +70,6 @@ class Drop(Numbered):
         place: Of the member in the pipeline, from 0.
         first_layer: The member keeps layers from here up to ``end_layer``, exclusive.
         num_used: Used quanta of its own pool, or of its old group; the k-th becomes quantum ``first_quantum + k``.
-        num_quanta: Of the group.
         max_model_len: Most tokens of a request: what one instance can hold, so that one member can resume it alone.
         secret: The secret that members show each other, hexadecimal.
         host: Where the next member listens, on ``port``.

@@ -17,7 +17,6 @@ class Submit:
     Attributes:
         ticket: Names the placement.
         request_id: The client's name for it.
-        num_prompt: Number of prompt tokens, which come first.
         params: Without stop strings: the router checks them in the text.
         age_s: Seconds since it arrived at the router; clocks of machines differ.
         priority: As in ``core.request``, like the remaining fields.

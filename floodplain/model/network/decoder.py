@@ -59,9 +59,8 @@ class LayerHooks(Protocol):
 class Decoder:
     """A loaded model. It holds only parameters; batches and KV are arguments.
 
-    Attributes:
-        layer_buffers: Each held layer's parameters, which may be unmapped and refilled; empty if packed for the CPU.
-        held: The loaded layers: all, or those of a pipeline stage.
+    ``layer_buffers``: each held layer's parameters, which may be unmapped and refilled; empty if packed for the CPU.
+    ``held``: the loaded layers: all, or those of a pipeline stage.
     """
 
     def __init__(

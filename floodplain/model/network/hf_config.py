@@ -70,11 +70,9 @@ class _Family:
     Attributes:
         architecture: Its class in transformers.
         attention_bias: Projections to which ``attention_bias`` applies; ``fixed``: query, key and value have biases.
-        mlp_bias: Whether the key ``mlp_bias`` is read.
         kv_heads: ``num_key_value_heads``; None: as many as query heads.
         head_dim: None: by the hidden size.
         window: ``sliding_window``; ``switches_window``: ``use_sliding_window`` turns it on.
-        qk_norm: Whether query and key heads are normalised.
     """
 
     architecture: str

@@ -17,9 +17,8 @@ ALIGN_BYTES = 64
 class ParameterBuffer(Protocol):
     """Memory for parameters, which may be unmapped, and mapped again with unspecified content.
 
-    Attributes:
-        tensor: uint8, aligned to at least ``ALIGN_BYTES``; to be accessed only while it is mapped.
-        is_filled: Whether all parameters are in it: set by ``fill_buffer``, cleared when the memory is unmapped.
+    ``tensor``: uint8, aligned to at least ``ALIGN_BYTES``; to be accessed only while it is mapped. ``is_filled``:
+    whether all parameters are in it: set by ``fill_buffer``, cleared when the memory is unmapped.
     """
 
     tensor: torch.Tensor

@@ -34,7 +34,6 @@ class Format:
         harmless: Tensors that change no logit.
         is_plain: Whether a data type, by the file's name, can be read.
         layer: A tensor of a layer; its group is the index.
-        layers_key: The key with the number of layers.
         size_keys: The keys that determine each size of a tensor.
         tensor_keys: The keys that determine whether tensors with some names exist.
     """

@@ -27,7 +27,6 @@ _NOT_WEIGHTS = ("I8", "I16", "I32", "I64")
 
 
 def _stored_names(name: str) -> tuple[str, ...]:
-    """llama.cpp's name of a parameter, by its name in a HF checkpoint."""
     layer = _LAYER.search(name)
     stored = _names_of_one_layer().get_name(_LAYER.sub("0", name), (".weight", ".bias"))
     return (stored.replace("blk.0.", f"blk.{layer[0]}.") if layer else stored,)

@@ -45,7 +45,6 @@ class Copy:
     """What the books keep with a transfer in flight.
 
     Attributes:
-        tracked: The request.
         blocks: vLLM's objects.
         is_holding: The copy holds its blocks by references of its own.
         is_void: The KV that it copies is invalid by now.
@@ -87,14 +86,12 @@ class SwapBooks:
 
     Args:
         slots: Of each tier, the nearest first.
-        groups: Of the model's layers.
         by_content: Copies of full blocks are found by their content, serve all requests with it, and stay when these
             have ended, until their slots are needed. All layers must be in one group of full attention.
 
     Attributes:
         backups: All copies; without ``by_content`` each of one request alone.
         saved: Finds copies by content; None without ``by_content``.
-        transfers: Copies under way.
         num_adopted_tokens: Tokens that copies of other requests restored, ``adopt``.
     """
 

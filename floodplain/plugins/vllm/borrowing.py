@@ -25,7 +25,6 @@ class Borrowing:
         settings: With a coordinator.
         keeper: The books.
         parts: The worker's.
-        lock: Held while the books change.
         is_idle: Whether no request has anything in swap space, nor can before the next boundary; called with the lock.
     """
 

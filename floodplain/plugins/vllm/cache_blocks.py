@@ -17,14 +17,10 @@ class CacheBlocks:
 
     UserError if a layer's part of a block is not one piece of memory, or its device is one from which none is copied.
 
-    Args:
-        caches: By layer, each with its blocks in one dimension; several for a layer that keeps several states.
-        num_blocks: Of vLLM's pool.
+    ``caches``: by layer, each with its blocks in one dimension; several for a layer that keeps several states.
 
-    Attributes:
-        device: Of the caches.
-        words: The pieces of memory of a block, int32 [blocks, words]: one of each layer, or one of all layers if vLLM
-            keeps a block's layers side by side (its layouts that begin with B).
+    ``words``: the pieces of memory of a block, int32 [blocks, words]: one of each layer, or one of all layers if vLLM
+    keeps a block's layers side by side (its layouts that begin with B).
     """
 
     def __init__(self, caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], num_blocks: int) -> None:

@@ -36,11 +36,7 @@ def follows_sleep() -> bool:
 
 
 def find_groups(kv_cache_config: Any) -> tuple[CacheGroup, ...]:
-    """Return what each of vLLM's groups of layers keeps.
-
-    Raises:
-        UserError: One keeps what is not supported.
-    """
+    """Return what each of vLLM's groups of layers keeps; UserError if one keeps what is not supported."""
     return tuple(_read_group(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
 
 

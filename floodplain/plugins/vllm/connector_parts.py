@@ -78,7 +78,6 @@ class FloodplainConnector(KVConnectorBase_V1, SupportsHMA):
                 self._controller = SwapController(self._settings, block_bytes, groups, num_workers, peer)
 
     def _find_peer(self) -> PeerParts:
-        """Return the parts for lent memory of the worker in this process."""
         worker = find_worker(self._engine_id)
         if worker is None or worker.peer is None:
             raise UserError("floodplain finds no worker of vLLM in the scheduler's process: leave coordinator out")

@@ -21,8 +21,7 @@ _Mark = tuple[int, int, int, int, int, int]
 class KeptRows:
     """Rows of running requests, and of requests that hold no blocks.
 
-    Attributes:
-        running_ids: Requests of the last call of ``running``.
+    ``running_ids``: requests of the last call of ``running``.
     """
 
     def __init__(self) -> None:

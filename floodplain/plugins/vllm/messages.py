@@ -15,9 +15,8 @@ COPY = "floodplain:"
 class StepOrders:
     """From the scheduler to every worker, with each step.
 
-    Attributes:
-        transfers: Copies to begin, before this step computes.
-        is_idle: Nothing is computed in this step: a worker may wait for copies.
+    ``transfers``: copies to begin, before this step computes. ``is_idle``: nothing is computed in this step: a worker
+    may wait for copies.
     """
 
     transfers: tuple[Transfer, ...] = ()
@@ -28,9 +27,8 @@ class StepOrders:
 class WorkerReport:
     """From the workers to the scheduler, after each step.
 
-    Attributes:
-        ended: By copy: how many workers report its end, and the places of blocks that are not whole on one of them.
-        copy_times: How long links were busy.
+    ``ended``: by copy: how many workers report its end, and the places of blocks that are not whole on one of them.
+    ``copy_times``: how long links were busy.
     """
 
     ended: dict[int, tuple[int, frozenset[int]]] = field(default_factory=dict)

@@ -25,13 +25,7 @@ _NEVER = 2**62
 class Limits:
     """The limits that vLLM was configured with.
 
-    Attributes:
-        num_blocks: Blocks of its pool.
-        groups: Of the model's layers.
-        max_batched_tokens: Most tokens in a step.
-        max_num_seqs: Most requests on the device.
-        max_model_len: Most tokens of a request.
-        num_draft_slots: Slots for KV of draft tokens that vLLM allocates in each step of a decoding request, at most.
+    ``num_draft_slots``: slots for KV of draft tokens that vLLM allocates in each step of a decoding request, at most.
     """
 
     num_blocks: int

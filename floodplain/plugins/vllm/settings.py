@@ -46,10 +46,8 @@ class PluginSettings:
 
     Attributes:
         policy: By name.
-        sharing: Fields of ``SharingSettings``.
         swap_bytes: Host memory of each worker for swap space.
         pin_sessions: KV of ended requests is kept there for their session's next request.
-        seed: Of the policy's random generator.
         coordinator: Addresses; None borrows nothing.
         coordinator_token_file: Of this engine's token.
         device_name: Its name at the coordinator; None draws one.

@@ -24,8 +24,6 @@ class Used:
     """A class or function of vLLM, and what is used of it.
 
     Attributes:
-        place: Its module.
-        name: In that module.
         called: Methods that are called: their leading parameters.
         overridden: Methods that a subclass replaces: all their parameters.
         forwarded: Methods that a subclass replaces, and that get all further arguments as they came: the leading ones.

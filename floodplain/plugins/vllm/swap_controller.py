@@ -27,11 +27,8 @@ FIRST_BANDWIDTH = 4e9
 class SwapController:
     """The state that scheduler and connector share.
 
-    Args:
-        block_bytes: Of one block, over all layers of one worker.
-        groups: Of the model's layers.
-        num_workers: The number of workers that copy.
-        peer: The worker's parts for lent memory; None borrows nothing.
+    ``block_bytes``: of one block, over all layers of one worker. ``peer``: the worker's parts for lent memory; None
+    borrows nothing.
 
     Attributes:
         lock: Held while the books change, because a thread may poll leases meanwhile.

@@ -134,9 +134,8 @@ def _parent_of(request_id: str) -> str:
 class RequestRoster:
     """All live requests, by vLLM's names.
 
-    Attributes:
-        by_id: The same by their names in decisions; read only.
-        has_drafts: Whether vLLM speculates, for requests that arrive from now on.
+    ``by_id``: the same by their names in decisions; read only. ``has_drafts``: whether vLLM speculates, for requests
+    that arrive from now on.
     """
 
     def __init__(self) -> None:

@@ -55,10 +55,8 @@ class ViewMaker:
     ) -> View:
         """Return the view for planning a step.
 
-        Args:
-            step: Its index.
-            present: Requests that hold blocks now; the others are in the sorted_queue.
-            is_open: Requests of the sorted_queue may be admitted; else the view shows none of them.
+        ``present``: requests that hold blocks now; the others are in the sorted_queue. ``is_open``: requests of the
+        sorted_queue may be admitted; else the view shows none of them.
         """
         limits, controller = self._limits, self._controller
         controller.links.note_step(step)

@@ -20,13 +20,9 @@ _IDLE_WAIT_S = 0.05
 class SwapWorker:
     """Copies blocks as the scheduler orders. UserError if blocks begin where none can be copied, or without memory.
 
-    Args:
-        num_slots: Of swap space in host memory.
-        peer_bytes: The most swap space on other devices; 0 has none.
+    ``num_slots``: of swap space in host memory. ``peer_bytes``: the most swap space on other devices; 0 has none.
 
-    Attributes:
-        peer: Without memory until this process borrows some.
-        before_close: Called before swap space is freed.
+    ``peer``: without memory until this process borrows some. ``before_close``: called before swap space is freed.
     """
 
     def __init__(self, blocks: CacheBlocks, num_slots: int, peer_bytes: int = 0) -> None:
@@ -71,7 +67,6 @@ class SwapWorker:
         return set(names.values()), {names[transfer_id] for transfer_id, lost in arrived.items() if lost}
 
     def _count(self) -> None:
-        """Count bytes moved and copies failed since the last call."""
         before, self._counted = self._counted, self._space.stats()
         for (direction, tier), num_bytes in self._counted.traffic_bytes.items():
             moved = num_bytes - before.traffic_bytes.get((direction, tier), 0)
