@@ -14,7 +14,7 @@ from floodplain.core.errors import RequestRefused
 from floodplain.core.layer_places import every_place
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.plan import Relocation, StepPlan
-from floodplain.core.request import Request
+from floodplain.core.request import Request, SeqId
 from floodplain.core.tiers import SlotLedger, Tier
 from floodplain.cost.link import LINKS
 from floodplain.cost.step_time import StepTimer
@@ -34,6 +34,7 @@ from floodplain.sim.regrouping import Regrouping
 from floodplain.sim.relief import StageTimes, relief_model, start_relief
 from floodplain.sim.scenario import LenderPart, ReliefPart, Scenario
 from floodplain.sim.stages import VirtualStages
+from floodplain.sim.virtual_engine import VirtualEngine
 
 SAMPLE_S = 1.0
 """Seconds between two samples of the timeline."""
@@ -52,6 +53,8 @@ class Fleet:
             With it neither of them is kept here.
         recalls_s: Seconds from each recall of lent memory until it was free.
         groups: Has instances drop and restore layers; None without relief.
+        engines: All engines, dead ones included; of relief the groups, too.
+        pools: The pools whose layers stream.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class Fleet:
         scenario: Scenario,
         machine: Machine,
         environment: Environment | None = None,
-        on_start: Callable[[int, SimulatedEngine], Callable[[], None]] | None = None,
+        on_start: Callable[[int, VirtualInstance], Callable[[], None]] | None = None,
     ) -> None:
         self.environment, self.timeline = environment or Environment(), Timeline()
         self._on_start = on_start
@@ -69,7 +72,8 @@ class Fleet:
         self._scenario, self._machine = scenario, machine
         self._cluster = VirtualCluster(self.environment)
         self._arrivals = self._cluster.arrivals = Arrivals(self.environment, self._submit, scenario.max_concurrency)
-        self.engines: list[SimulatedEngine | SimulatedGroup] = []
+        self.engines: list[VirtualEngine] = []
+        self.pools: list[ExpandingPool] = []
         self._events, self.next_sample_s = blake2b(digest_size=16), 0.0
         self.groups = self._regroup(scenario.relief) if scenario.relief else None
         self._slots = [] if self.groups else [self._start(slot) for slot in range(scenario.num_instances)]
@@ -118,26 +122,52 @@ class Fleet:
         """A digest of all steps: equal for equal scenarios."""
         return self._events.hexdigest()
 
-    def count(self, read: Callable[[SimulatedEngine | SimulatedGroup], float]) -> float:
-        """The sum of a number over all instances, dead ones included."""
+    def count(self, read: Callable[[VirtualEngine], float]) -> float:
+        """The sum of a number over all ``engines``."""
         return sum(map(read, self.engines))
 
     def _regroup(self, part: ReliefPart) -> Regrouping:
-        add_single = lambda: self._add_engine().instance  # noqa: E731
-        model = relief_model(self._scenario, self._machine, part, add_single, self._add_group)
+        model = relief_model(self._scenario, self._machine, part, self._add_instance, self._add_group)
         return start_relief(self._cluster, model, self._scenario.num_instances, part)
 
     def _add_group(self, loop: Loop, times: StageTimes) -> VirtualStages:
-        group = SimulatedGroup(self, len(self.engines), loop, times)
-        group.instance.on_ended = self._note_ended
-        self.engines.append(group)
-        return group.instance
+        group, number = VirtualStages(self.environment, loop, times), len(self.engines)
+        group.on_step = lambda plan, now: self._note(number, plan, plan.decodes, now)
+        self._add(group)
+        return group
 
-    def _add_engine(self) -> SimulatedEngine:
-        engine = SimulatedEngine(self, self._scenario, self._machine, len(self.engines))
-        engine.instance.on_ended = self._note_ended
+    def _add_instance(self) -> VirtualInstance:
+        scenario, machine, number = self._scenario, self._machine, len(self.engines)
+        loop, timer = _make_loop(scenario, machine, number), StepTimer(machine.cost)
+        pool = _expand(scenario, machine, loop, timer.time_s) if scenario.expansion else None
+        instance = VirtualInstance(
+            self.environment,
+            loop,
+            pool.step_time_s if pool else timer.time_s,
+            VirtualLinks({link.tier: link for link in machine.links}, machine.block_bytes, machine.bandwidths),
+            is_async=scenario.engine.scheduling == "async",
+            timer=None if pool else timer,
+            until_s=lambda: self.next_sample_s,
+        )
+        if pool:
+            self.pools.append(pool)
+            instance.on_boundary = pool.at_boundary
+        decodes: tuple[SeqId, ...] | None = None
+
+        def note(plan: StepPlan, now: float) -> None:
+            nonlocal decodes
+            self._note(number, plan, None if plan.decodes is decodes else plan.decodes, now)
+            decodes = plan.decodes
+
+        instance.on_step = note
+        if scenario.lender is not None:
+            Lender(self, instance, scenario.lender, machine.num_lent_blocks)
+        self._add(instance)
+        return instance
+
+    def _add(self, engine: VirtualEngine) -> None:
+        engine.on_ended = self._note_ended
         self.engines.append(engine)
-        return engine
 
     def _submit(self, request: Request) -> bool:
         try:
@@ -163,9 +193,9 @@ class Fleet:
                 self.on_answer(request, self._cluster.stories.pop(request.request_id), None)
 
     def _start(self, slot: int) -> _Life:
-        engine = self._add_engine()
-        on_death = self._on_start(slot, engine) if self._on_start is not None else _nothing
-        return _Life(self._cluster.join(engine.instance), engine.instance, on_death)
+        instance = self._add_instance()
+        on_death = self._on_start(slot, instance) if self._on_start is not None else _nothing
+        return _Life(self._cluster.join(instance), instance, on_death)
 
     def _stop(self, slot: int) -> None:
         life = self._slots[slot]
@@ -177,7 +207,7 @@ class Fleet:
     def _restart(self, slot: int) -> None:
         self._slots[slot] = self._start(slot)
 
-    def note(self, number: int, plan: StepPlan, decodes: object, now: float) -> None:
+    def _note(self, number: int, plan: StepPlan, decodes: object, now: float) -> None:
         """Add a step of an instance to the digest; ``decodes`` is None if they are those of its step before."""
         chunks = [(chunk.seq_id, chunk.start, len(chunk.token_ids)) for chunk in plan.prefills]
         moves = [(transfer.kind.value, len(transfer.blocks)) for transfer in plan.transfers]
@@ -209,49 +239,6 @@ class _Life:
 
 def _nothing() -> None:
     pass
-
-
-class SimulatedGroup:
-    """A group's pipeline, beside ``SimulatedEngine``: it has no swap space."""
-
-    def __init__(self, fleet: Fleet, number: int, loop: Loop, times: StageTimes) -> None:
-        self.loop, self.pool, self.links = loop, None, VirtualLinks({}, 0)
-        self.instance = VirtualStages(fleet.environment, loop, times)
-        self.instance.on_step = lambda plan, now: fleet.note(number, plan, plan.decodes, now)
-
-
-class SimulatedEngine:
-    """One life of an instance: its loop, its links, and its lender if it has one."""
-
-    def __init__(self, fleet: Fleet, scenario: Scenario, machine: Machine, number: int) -> None:
-        self._fleet, self._number = fleet, number
-        self._decodes: tuple[int, ...] | None = None
-        self.loop = _make_loop(scenario, machine, number)
-        links = {link.tier: link for link in machine.links}
-        self.links = VirtualLinks(links, machine.block_bytes, machine.bandwidths)
-        is_async, timer = scenario.engine.scheduling == "async", StepTimer(machine.cost)
-        time_s = timer.time_s
-        self.pool = _expand(scenario, machine, self.loop, time_s) if scenario.expansion else None
-        step_time_s = self.pool.step_time_s if self.pool else time_s
-        self.instance = VirtualInstance(
-            fleet.environment,
-            self.loop,
-            step_time_s,
-            self.links,
-            is_async=is_async,
-            timer=None if self.pool else timer,
-            until_s=lambda: fleet.next_sample_s,
-        )
-        if self.pool:
-            self.instance.on_boundary = self.pool.at_boundary
-        self.instance.on_step = self._note
-        if scenario.lender is not None:
-            Lender(fleet, self, scenario.lender, machine.num_lent_blocks)
-
-    def _note(self, plan: StepPlan, now: float) -> None:
-        decodes = None if plan.decodes is self._decodes else plan.decodes
-        self._decodes = plan.decodes
-        self._fleet.note(self._number, plan, decodes, now)
 
 
 def _make_loop(scenario: Scenario, machine: Machine, number: int) -> Loop:
@@ -297,8 +284,8 @@ class Lender:
     again. Afterwards KV of preempted requests comes back.
     """
 
-    def __init__(self, fleet: Fleet, engine: SimulatedEngine, part: LenderPart, num_slots: int) -> None:
-        self._fleet, self._engine, self._slots = fleet, engine, range(num_slots)
+    def __init__(self, fleet: Fleet, instance: VirtualInstance, part: LenderPart, num_slots: int) -> None:
+        self._fleet, self._instance, self._slots = fleet, instance, range(num_slots)
         self._recalled_s: float | None = None
         now = fleet.environment.now
         if not any(start <= now < end for start, end in part.busy):
@@ -309,22 +296,22 @@ class Lender:
                 self._at(end, self._lend)
 
     def _at(self, when_s: float, event: Callable[[], None]) -> None:
-        self._fleet.environment.schedule(when_s, lambda: self._engine.instance.at_boundary(event))
+        self._fleet.environment.schedule(when_s, lambda: self._instance.at_boundary(event))
 
     def _lend(self) -> None:
         if self._recalled_s is not None:  # the neighbour has calmed down before it had its memory back
             self._at(self._fleet.environment.now + RETRY_S, self._lend)
             return
-        self._engine.loop.relocations.backups.add_slots(Tier.PEER, self._slots)
+        self._instance.loop.relocations.backups.add_slots(Tier.PEER, self._slots)
         self._promote()
 
     def _recall(self) -> None:
         self._recalled_s = self._fleet.environment.now
-        self._engine.loop.relocations.backups.retire_slots(Tier.PEER, self._slots)
+        self._instance.loop.relocations.backups.retire_slots(Tier.PEER, self._slots)
         self._evacuate()
 
     def _evacuate(self) -> None:
-        relocations = self._engine.loop.relocations
+        relocations = self._instance.loop.relocations
         moving = relocations.evacuate(Tier.PEER, self._slots, Tier.HOST, RELOCATED_BLOCKS)
         if moving is not None:
             self._copy(moving, self._evacuate)
@@ -336,15 +323,15 @@ class Lender:
 
     def _promote(self) -> None:
         if self._recalled_s is None:
-            moving = self._engine.loop.relocations.bring_nearer(Tier.HOST, Tier.PEER, RELOCATED_BLOCKS)
+            moving = self._instance.loop.relocations.bring_nearer(Tier.HOST, Tier.PEER, RELOCATED_BLOCKS)
             if moving is not None:
                 self._copy(moving, self._promote)
 
     def _copy(self, moving: Relocation, then: Callable[[], None]) -> None:
-        end_s = self._engine.links.relocate(moving, self._fleet.environment.now)
+        end_s = self._instance.links.relocate(moving, self._fleet.environment.now)
 
         def settle() -> None:
-            self._engine.loop.relocations.settle(moving.relocation_id, ())
+            self._instance.loop.relocations.settle(moving.relocation_id, ())
             then()
 
         self._at(end_s, settle)

@@ -62,10 +62,10 @@ class VirtualInstance(VirtualEngine):
         timer: StepTimer | None = None,
         until_s: Callable[[], float] = lambda: inf,
     ) -> None:
-        super().__init__(environment, loop)
+        super().__init__(environment, loop, links)
         self.busy_s = 0.0
         self.on_boundary: Callable[[], None] | None = None
-        self._step_time_s, self._links = step_time_s, links
+        self._step_time_s = step_time_s
         self._timer, self._until_s, self._step_s = timer, until_s, 0.0  # and the time of the last step
         self._is_computing = False
         self._is_async, self._is_stopped = is_async, False
@@ -142,7 +142,7 @@ class VirtualInstance(VirtualEngine):
     def _settle(self) -> None:
         now = self._environment.now
         copied, self._copied = self._copied, []
-        self._driver.settle(copied, lambda: self._links.take_copy_times(now), now)
+        self._driver.settle(copied, lambda: self.links.take_copy_times(now), now)
 
     def _plan(self) -> None:
         now = self._environment.now
@@ -185,7 +185,7 @@ class VirtualInstance(VirtualEngine):
 
     def _begin(self, plan: StepPlan, now: float) -> None:
         for transfer in plan.transfers:
-            end = self._links.start(transfer, now)
+            end = self.links.start(transfer, now)
             self._environment.schedule(end, lambda transfer_id=transfer.transfer_id: self._on_copied(transfer_id))  # type: ignore[misc]
         duration = self._step_s = self._step_time_s(plan)
         self.busy_s += duration

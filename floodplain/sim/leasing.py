@@ -217,8 +217,9 @@ class Leasing:
             environment.schedule(start_s, self.coordinator.stop)
             environment.schedule(end_s, self.coordinator.start)
 
-    def lend(self, name: str, loop: Loop, instance: VirtualInstance, block_bytes: int) -> Callable[[], None]:
+    def lend(self, name: str, instance: VirtualInstance, block_bytes: int) -> Callable[[], None]:
         """Have an engine that starts lend what its load leaves; returns what to call when it dies."""
+        loop = instance.loop
         pool = VirtualPool(loop, block_bytes, -(-loop.state.config.max_model_len // loop.state.ledger.block_tokens))
         pool.shrink(pool.full_bytes - self.devices.held[name])  # borrowers of its last life
         device = LentDevice(
@@ -240,13 +241,11 @@ class Leasing:
         self._look(instance, lambda: lender.at_boundary(self._environment.now))
         return agent.die
 
-    def borrow(
-        self, name: str, loop: Loop, instance: VirtualInstance, links: VirtualLinks, block_bytes: int
-    ) -> Callable[[], None]:
+    def borrow(self, name: str, instance: VirtualInstance, block_bytes: int) -> Callable[[], None]:
         """Have an engine that starts borrow swap space; returns what to call when it dies."""
-        agent, part = self._join(name), self._borrow
+        agent, part, loop = self._join(name), self._borrow, instance.loop
         slots = VirtualPeerSlots(block_bytes, part.lease, part.memory)
-        mover = VirtualMover(self._environment, links, self.devices, block_bytes)
+        mover = VirtualMover(self._environment, instance.links, self.devices, block_bytes)
         parts = cast(PeerParts, _Parts(VirtualPeerMemory(self.devices), slots, mover))
         tier = PeerTier(agent.membership, parts, loop.relocations, idle_s=part.idle)
         self.tiers.append(tier)

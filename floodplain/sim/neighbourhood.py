@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from floodplain.core.errors import InvariantError
 from floodplain.core.request import Request
 from floodplain.sim.environment import Environment
-from floodplain.sim.fleet import Fleet, SimulatedEngine
+from floodplain.sim.fleet import Fleet
+from floodplain.sim.instance import VirtualInstance
 from floodplain.sim.leasing import Leasing
 from floodplain.sim.machine import Machine, resolve_machine
 from floodplain.sim.scenario import INSTANCE, FaultPart, Scenario
@@ -29,9 +30,8 @@ class Neighbourhood:
         for name, part in scenario.lenders.items():
             self.lenders[name] = self._open_lender(name, part)
 
-        def borrow(slot: int, engine: SimulatedEngine) -> Callable[[], None]:
-            name, block_bytes = f"{INSTANCE}-{slot}", machine.block_bytes
-            return self.leasing.borrow(name, engine.loop, engine.instance, engine.links, block_bytes)
+        def borrow(slot: int, instance: VirtualInstance) -> Callable[[], None]:
+            return self.leasing.borrow(f"{INSTANCE}-{slot}", instance, machine.block_bytes)
 
         self.fleet = Fleet(scenario, machine, environment, borrow)
         for fault in scenario.faults:
@@ -57,8 +57,8 @@ class Neighbourhood:
     def _open_lender(self, group: str, part: Scenario) -> Fleet:
         machine = resolve_machine(part)
 
-        def lend(slot: int, engine: SimulatedEngine) -> Callable[[], None]:
-            return self.leasing.lend(f"{group}-{slot}", engine.loop, engine.instance, machine.block_bytes)
+        def lend(slot: int, instance: VirtualInstance) -> Callable[[], None]:
+            return self.leasing.lend(f"{group}-{slot}", instance, machine.block_bytes)
 
         return Fleet(part, machine, self._environment, lend)
 

@@ -12,8 +12,7 @@ from floodplain.core.plan import TransferKind
 from floodplain.observe.residence import residence_columns
 from floodplain.observe.result import EngineReport, HardwareReport, RunInfo, SwapReport
 from floodplain.sim.answers import Answers, EachAnswer, SummedAnswers, record_of
-from floodplain.sim.expanding import ExpandingStep
-from floodplain.sim.fleet import Fleet, SimulatedEngine, SimulatedGroup
+from floodplain.sim.fleet import Fleet
 from floodplain.sim.load import Load
 from floodplain.sim.machine import Machine, resolve_machine
 from floodplain.sim.relief import report_relief
@@ -61,9 +60,9 @@ def predict(scenario: Scenario, rows: Sequence[TraceRow] | None = None) -> Predi
             "kv_blocks": machine.num_blocks,
             "step_cost": machine.cost_source,
             "recalls_s": fleet.recalls_s,
-            "most_streamed_layers": max(map(_most_streamed, fleet.engines)),
-            "stream_stall_s": fleet.count(lambda engine: sum(step.stall_s for step in _steps(engine))),
-            "relief": report_relief(fleet.groups, _pipelines(fleet)),
+            "most_streamed_layers": max((step.num_streamed for pool in fleet.pools for step in pool.steps), default=0),
+            "stream_stall_s": sum(sum(step.stall_s for step in pool.steps) for pool in fleet.pools),
+            "relief": report_relief(fleet.groups, [one for one in fleet.engines if isinstance(one, VirtualStages)]),
             "tenants": {
                 name: _for_users(answers.result_of(name, replace(info, goodput=spec.goodput or info.goodput)))
                 for name, spec in scenario.tenants.items()
@@ -102,18 +101,6 @@ def _serve(scenario: Scenario, machine: Machine, load: Load, answers: Answers) -
 def _for_users(result: Mapping[str, Any]) -> dict[str, Any]:
     """What tenants or users of a lender got: the keys of a result that are about requests."""
     return {key: result[key] for key in TENANT_KEYS}
-
-
-def _pipelines(fleet: Fleet) -> list[VirtualStages]:
-    return [engine.instance for engine in fleet.engines if isinstance(engine, SimulatedGroup)]
-
-
-def _steps(engine: SimulatedEngine | SimulatedGroup) -> list[ExpandingStep]:
-    return engine.pool.steps if engine.pool else []
-
-
-def _most_streamed(engine: SimulatedEngine | SimulatedGroup) -> int:
-    return max((step.num_streamed for step in _steps(engine)), default=0)
 
 
 def _info(scenario: Scenario, machine: Machine, load: Load) -> RunInfo:
@@ -156,6 +143,6 @@ def _report(fleet: Fleet, cpu_s: float) -> EngineReport:
             out_bytes=moved[TransferKind.SWAP_OUT],
             in_bytes=moved[TransferKind.SWAP_IN],
             backup_bytes=moved[TransferKind.BACKUP],
-            stall_s=fleet.count(lambda engine: engine.instance.stall_s),
+            stall_s=fleet.count(lambda engine: engine.stall_s),
         ),
     )

@@ -9,6 +9,7 @@ from floodplain.core.plan import StepPlan
 from floodplain.core.request import Request, SeqId
 from floodplain.runtime.loop import Loop
 from floodplain.sim.environment import Environment
+from floodplain.sim.links import VirtualLinks
 from floodplain.sim.virtual_engine import VirtualEngine
 
 
@@ -24,7 +25,7 @@ class VirtualStages(VirtualEngine):
     def __init__(
         self, environment: Environment, loop: Loop, stage_times: Callable[[StepPlan], Sequence[float]]
     ) -> None:
-        super().__init__(environment, loop)
+        super().__init__(environment, loop, VirtualLinks({}, 0))
         self.busy_s = [0.0] * loop.state.config.depth
         self.active_s = 0.0
         self._stage_times = stage_times

@@ -13,6 +13,7 @@ from floodplain.runtime.driver import StepDriver
 from floodplain.runtime.handover import adopt
 from floodplain.runtime.loop import Loop
 from floodplain.sim.environment import Environment
+from floodplain.sim.links import VirtualLinks
 
 DUMMY_TOKEN = 0
 """The token that every step samples. Requests end by ``max_tokens``; only prompts make contents differ."""
@@ -27,13 +28,14 @@ class VirtualEngine(ABC):
     """A step loop beside other events.
 
     Attributes:
+        links: To swap space; none without it.
         lifecycles: Lifecycles of the requests, in order of submission; with ``on_ended``, of those live here only.
         on_step: Called with each plan and the time of its start.
         on_ended: Called with the requests that a step has ended.
     """
 
-    def __init__(self, environment: Environment, loop: Loop) -> None:
-        self.loop = loop
+    def __init__(self, environment: Environment, loop: Loop, links: VirtualLinks) -> None:
+        self.loop, self.links = loop, links
         self.lifecycles: dict[SeqId, Lifecycle] = {}
         self.on_step: Callable[[StepPlan, float], None] | None = None
         self.on_ended: Callable[[Sequence[Request]], object] | None = None

@@ -82,7 +82,7 @@ def test_every_request_gets_its_tokens_across_a_drop_and_a_restore(
 
 
 def test_a_pause_waits_for_copies_that_are_under_way(tmp_path: Path) -> None:
-    instance = Fleet(scenario := make(tmp_path, None), resolve_machine(scenario)).engines[0].instance
+    instance = Fleet(scenario := make(tmp_path, None), resolve_machine(scenario)).engines[0]
     calls, instance._driver.num_copying = list[str](), 1
     instance.pause(lambda: calls.append("paused"))
     assert not calls
@@ -111,7 +111,7 @@ def test_a_pipeline_from_the_start_stays_one(tmp_path: Path) -> None:
     fleet = serve(scenario)
     check(scenario, fleet)
     assert kinds(fleet) == [(True, 2)]
-    assert all(not life.token_times_s for life in fleet.engines[0].instance.lifecycles.values())
+    assert all(not life.token_times_s for life in fleet.engines[0].lifecycles.values())
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])

@@ -152,7 +152,7 @@ def test_bytes_on_the_link_are_those_of_the_copies() -> None:
     for _, plan in run.steps:
         for transfer in plan.transfers:
             moved[transfer.kind] += BLOCK_BYTES * len(transfer.blocks)
-    assert run.instance._links.moved_bytes == moved
+    assert run.instance.links.moved_bytes == moved
     assert moved[TransferKind.SWAP_IN] > 0
 
 
@@ -167,7 +167,7 @@ def test_copies_that_outlive_their_request_are_no_stall() -> None:
     first = make_burst(1, num_prompt=4, max_tokens=2)
     second = [replace(one, request_id="late", arrival_s=60.0) for one in make_burst(1, num_prompt=5, max_tokens=2)]
     run = burst(machine, policy, [*first, *second])
-    assert len(run.lifecycles) == 2 and run.instance._links.moved_bytes[TransferKind.BACKUP]
+    assert len(run.lifecycles) == 2 and run.instance.links.moved_bytes[TransferKind.BACKUP]
     assert run.instance.stall_s == 0.0
 
 
