@@ -12,8 +12,7 @@ from typing import Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.cli.router import RouterFlags, ask_router, key_to_send, told
-from floodplain.core.errors import UserError
-from floodplain.core.flags import flag
+from floodplain.core.flags import check_between, flag
 from floodplain.observe.terminal import complain, say
 
 POLL_S = 0.05
@@ -34,8 +33,7 @@ class ClusterVerbConfig(RouterFlags):
     wait: float = flag(60.0, "seconds to wait until it is done; 0 returns at once", metavar="S")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.wait <= 3600:
-            raise UserError(f"--wait must be between 0 and 3600 seconds, not {self.wait}")
+        check_between(self, "wait", 0, 3600, "seconds")
         RouterFlags.__post_init__(self)
 
 

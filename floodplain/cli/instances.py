@@ -10,8 +10,7 @@ from typing import Any
 
 from floodplain.cli.options import add_verb, dataclass_from
 from floodplain.cli.router import RouterFlags, ask_router, key_to_send, told
-from floodplain.core.errors import UserError
-from floodplain.core.flags import flag
+from floodplain.core.flags import check_between, flag
 from floodplain.observe.table import format_table
 from floodplain.observe.terminal import say_again
 
@@ -24,8 +23,7 @@ class InstancesConfig(RouterFlags):
     interval: float = flag(1.0, "seconds between two looks", metavar="S")
 
     def __post_init__(self) -> None:
-        if not 0.1 <= self.interval <= 3600:
-            raise UserError(f"--interval must be between 0.1 and 3600 seconds, not {self.interval}")
+        check_between(self, "interval", 0.1, 3600, "seconds")
         RouterFlags.__post_init__(self)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from floodplain.cli.options import add_verb, dataclass_from
 from floodplain.coordinator.settings import DEFAULT_URL
 from floodplain.core.errors import UserError
-from floodplain.core.flags import flag
+from floodplain.core.flags import check_between, flag
 from floodplain.core.sizes import show_size
 from floodplain.leases.states import LeaseState
 from floodplain.lending.client import CoordinatorClient, CoordinatorUnreachable
@@ -38,8 +38,7 @@ class LeasesConfig:
     )
 
     def __post_init__(self) -> None:
-        if not 0.1 <= self.interval <= 3600:
-            raise UserError(f"--interval must be between 0.1 and 3600 seconds, not {self.interval}")
+        check_between(self, "interval", 0.1, 3600, "seconds")
 
 
 def add_parser(verbs: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from floodplain.cli.options import add_verb, dataclass_from
 from floodplain.core.errors import UserError
-from floodplain.core.flags import flag
+from floodplain.core.flags import check_between, flag
 from floodplain.files.extras import require
 from floodplain.files.results import check_writable
 from floodplain.observe.terminal import say
@@ -35,8 +35,7 @@ class PlaceConfig:
     def __post_init__(self) -> None:
         if not 0 < self.time_limit <= 86400:
             raise UserError(f"--time-limit must be above 0 and at most 86400 seconds, not {self.time_limit}")
-        if not 0 <= self.gap <= 10:
-            raise UserError(f"--gap must be between 0 and 10, not {self.gap}")
+        check_between(self, "gap", 0, 10)
         if self.plot is not None and self.plot.suffix not in PICTURES:
             raise UserError(f"--plot {self.plot} must end in one of {', '.join(PICTURES)}")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from floodplain.core.errors import UserError, flag_name
-from floodplain.core.flags import changed, check_choices, flag
+from floodplain.core.flags import changed, check_between, check_choices, flag
 from floodplain.policy.microbatch import Split
 from floodplain.web.address import check_address, is_loopback
 
@@ -34,7 +34,7 @@ MAX_INSTANCES = 256
 MAX_CPUS = 1024
 WILDCARDS = ("0.0.0.0", "::")
 STANDARD_INPUT = "-"
-LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 0.5, 300.0
+LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 0.5, 300
 BEATS_PER_TIMEOUT = 5
 MAX_UNADMITTED = 32
 """Most connections to the router without a token; one more closes the oldest of them."""
@@ -132,23 +132,18 @@ class ClusterConfig:
             if name in ("microbatches", "step_profile") and not self.pipeline:
                 raise UserError(f"{flag_name(name)} {value} needs --pipeline: nothing else has microbatches")
         self._check_relief()
-        if not 1 <= self.instances <= MAX_INSTANCES:
-            raise UserError(f"--instances must be between 1 and {MAX_INSTANCES}, not {self.instances}")
+        check_between(self, "instances", 1, MAX_INSTANCES)
         self._check_cluster()
-        if self.stall_timeout is not None and not 1 <= self.stall_timeout <= 86400:
-            raise UserError(f"--stall-timeout must be between 1 and 86400 seconds, not {self.stall_timeout}")
+        check_between(self, "stall_timeout", 1, 86400, "seconds")
         host, _ = split_address(self.instance_address, "--instance-address")
         if not is_loopback(host) and self.instance_token_file is None and self.cluster is None:
             raise UserError(
                 f"--instance-address {self.instance_address} lets other machines in: give --instance-token-file FILE"
             )
-        if not LEAST_TIMEOUT_S <= self.instance_timeout <= MOST_TIMEOUT_S:
-            limits = f"between {LEAST_TIMEOUT_S:g} and {MOST_TIMEOUT_S:g} seconds"
-            raise UserError(f"--instance-timeout must be {limits}, not {self.instance_timeout}")
+        check_between(self, "instance_timeout", LEAST_TIMEOUT_S, MOST_TIMEOUT_S, "seconds")
 
     def _check_relief(self) -> None:
-        if not 2 <= self.most_stages <= MOST_STAGES:
-            raise UserError(f"--most-stages must be between 2 and {MOST_STAGES}, not {self.most_stages}")
+        check_between(self, "most_stages", 2, MOST_STAGES)
         if self.autoscale_webhook is not None:
             if self.relief not in ("drop", "auto"):
                 raise UserError("--autoscale-webhook needs --relief drop or auto: nothing else watches the load")
@@ -176,8 +171,7 @@ class ClusterConfig:
             split_address(self.cluster, "--cluster")
         if self.pipeline:
             raise UserError("--pipeline does not go with --cluster: stages reach each other on one machine only")
-        if self.instance_cpus is not None and not 1 <= self.instance_cpus <= MAX_CPUS:
-            raise UserError(f"--instance-cpus must be between 1 and {MAX_CPUS}, not {self.instance_cpus}")
+        check_between(self, "instance_cpus", 1, MAX_CPUS)
         if split_address(self.instance_address, "--instance-address")[0] in WILDCARDS:
             raise UserError(
                 f"--instance-address {self.instance_address} does not say where --cluster's machines reach this one: "
@@ -230,8 +224,7 @@ class InstanceConfig:
             raise UserError(f"--movable does not go with {other}: requests move between whole instances")
         if self.backstop is not None and not self.droppable:
             raise UserError(f"--backstop {self.backstop} needs --droppable: nothing else drops layers")
-        if not 0 <= self.drain_timeout <= 86400:
-            raise UserError(f"--drain-timeout must be between 0 and 86400 seconds, not {self.drain_timeout}")
+        check_between(self, "drain_timeout", 0, 86400, "seconds")
 
 
 def split_address(text: str, flag: str) -> tuple[str, int]:

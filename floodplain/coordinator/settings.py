@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from floodplain.core.errors import UserError
-from floodplain.core.flags import flag
+from floodplain.core.flags import check_between, flag
 from floodplain.files.reading import user_folder
 from floodplain.leases.rules import (
     FORGET_AFTER_S,
@@ -52,19 +52,15 @@ class CoordinatorConfig:
     keep_alive_timeout: float = flag(KEEP_ALIVE_S, KEEP_ALIVE_HELP, metavar="S")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port < 2**16:
-            raise UserError(f"--port must be between 0 and 65535, not {self.port}")
+        check_between(self, "port", 0, 65535)
         if self.url is not None and not (re.fullmatch(r"https?://[!-~]+", self.url) and _has_host(self.url)):
             raise UserError(f"--url must be like http://HOST:PORT, not {self.url!r}")
-        if not 1 <= self.ttl <= 3600:
-            raise UserError(f"--ttl must be between 1 and 3600 seconds, not {self.ttl}")
-        if not 1 <= self.max_leases <= 2 * MAX_LEASES_ON_DEVICE:
-            raise UserError(f"--max-leases must be between 1 and {2 * MAX_LEASES_ON_DEVICE}, not {self.max_leases}")
+        check_between(self, "ttl", 1, 3600, "seconds")
+        check_between(self, "max_leases", 1, 2 * MAX_LEASES_ON_DEVICE)
         if self.max_borrowed < self.least_lease:
             raise UserError(f"--max-borrowed must be at least --least-lease, not {self.max_borrowed} bytes")
-        if not 1 <= self.forget_after <= 10 * 365 * 86400:
-            raise UserError(f"--forget-after must be between 1 and 315360000 seconds, not {self.forget_after}")
-        check_connection_flags(self.max_connections, self.keep_alive_timeout)
+        check_between(self, "forget_after", 1, 10 * 365 * 86400, "seconds")
+        check_connection_flags(self)
 
 
 def _has_host(url: str) -> bool:

@@ -24,3 +24,11 @@ def check_choices(config: Any) -> None:
         choices, value = one.metadata.get("choices"), getattr(config, one.name)
         if choices is not None and value not in (*choices, one.default):
             raise UserError(f"{flag_name(one.name)} must be one of {', '.join(choices)}, not {value!r}")
+
+
+def check_between(config: Any, name: str, least: float, most: float, unit: str = "") -> None:
+    """Raise UserError if a field is not between two bounds, both inclusive; None is a default, and in any range."""
+    value = getattr(config, name)
+    if value is not None and not least <= value <= most:
+        limits = f"between {least} and {most}{unit and ' '}{unit}"
+        raise UserError(f"{flag_name(name)} must be {limits}, not {value}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args, get_type_hints
 
 from floodplain.core.errors import SettingRefused, UserError, flag_name
-from floodplain.core.flags import changed, check_choices, flag
+from floodplain.core.flags import changed, check_between, check_choices, flag
 from floodplain.core.sizes import format_size, parse_size, show_size
 from floodplain.cost.link import LINKS
 from floodplain.lending.membership import DEADLINE_S
@@ -271,10 +271,8 @@ class EngineConfig:
         if self.lease_look is not None and not 0.001 <= self.lease_look <= 1:
             limits = f"between 0.001 and 1 s, not {self.lease_look}"
             raise UserError(f"--lease-look must be {limits}: rarer looks would let deadlines pass")
-        if not 0.1 <= self.lend_after <= 86400:
-            raise UserError(f"--lend-after must be between 0.1 and 86400 s, not {self.lend_after}")
-        if not 0.5 <= self.recall_deadline <= 86400:  # consumers take their last resort 0.25 s before the deadline
-            raise UserError(f"--recall-deadline must be between 0.5 and 86400 s, not {self.recall_deadline}")
+        check_between(self, "lend_after", 0.1, 86400, "s")
+        check_between(self, "recall_deadline", 0.5, 86400, "s")  # consumers take their last resort 0.25 s before it
         if self.lease_idle != 0 and not 0.1 <= self.lease_idle <= 86400:
             limits = f"between 0.1 and 86400 s, or 0 to return nothing, not {self.lease_idle}"
             raise UserError(f"--lease-idle must be {limits}")

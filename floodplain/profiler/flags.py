@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from floodplain.core.errors import UserError, flag_name
-from floodplain.core.flags import changed, flag
+from floodplain.core.flags import changed, check_between, flag
 from floodplain.engine.config import EngineConfig
 from floodplain.profiler.goals import TryGoals
 from floodplain.profiler.search import RepeatedTries, rate_grid
@@ -176,8 +176,7 @@ class SwapProfileConfig:
             raise UserError(f"--burst {self.burst:g} must be one of --bursts")
         if not 0 < self.burst_seconds <= 86400:
             raise UserError(f"--burst-seconds must be above 0 and at most 86400, not {self.burst_seconds:g}")
-        if not 1 <= self.tries <= _MOST_TRIES:
-            raise UserError(f"--tries must be between 1 and {_MOST_TRIES}, not {self.tries}")
+        check_between(self, "tries", 1, _MOST_TRIES)
         _check_pair("cached_prompts", self.cached_prompts, "cached_tokens", self.cached_tokens)
         _check_pair("long_contexts", self.long_contexts, "long_tokens", self.long_tokens)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from floodplain.core.errors import UserError
+from floodplain.core.flags import check_between
 
 Readings = Mapping[int, float | None]
 """Throughput by batch; None if the batch does not fit into memory."""
@@ -33,8 +34,7 @@ class KneeSettings:
     def __post_init__(self) -> None:
         if not 0 < self.tolerance < 1:
             raise UserError(f"--tolerance must be above 0 and below 1, not {self.tolerance}")
-        if not 1 <= self.max_batch <= 2**20:
-            raise UserError(f"--max-batch must be between 1 and {2**20}, not {self.max_batch}")
+        check_between(self, "max_batch", 1, 2**20)
         if not 0 <= self.resolution < 1:
             raise UserError(f"--resolution must be at least 0 and below 1, not {self.resolution}")
 

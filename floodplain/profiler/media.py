@@ -15,6 +15,7 @@ from statistics import median
 import torch
 
 from floodplain.core.errors import UserError
+from floodplain.core.flags import check_between
 from floodplain.core.quantiles import quantile
 from floodplain.core.sizes import show_size
 from floodplain.files.parsing import reason_of
@@ -41,12 +42,9 @@ class MediaSettings:
     min_seconds: float = 0.2
 
     def __post_init__(self) -> None:
-        if not 0 <= self.warmup <= MOST_RUNS:
-            raise UserError(f"--warmup must be between 0 and {MOST_RUNS}, not {self.warmup}")
-        if not 1 <= self.repeats <= MOST_RUNS:
-            raise UserError(f"--repeats must be between 1 and {MOST_RUNS}, not {self.repeats}")
-        if not 0 <= self.min_seconds <= 3600:
-            raise UserError(f"--min-seconds must be between 0 and 3600, not {self.min_seconds}")
+        check_between(self, "warmup", 0, MOST_RUNS)
+        check_between(self, "repeats", 1, MOST_RUNS)
+        check_between(self, "min_seconds", 0, 3600)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from floodplain.core.errors import UserError
-from floodplain.core.flags import flag
+from floodplain.core.flags import check_between, flag
 from floodplain.server.auth import KEY_LINE
 from floodplain.server.tool_parsers import FORMS
 from floodplain.web.address import check_address
@@ -56,17 +56,15 @@ class ServerConfig:
     keep_alive_timeout: float = flag(KEEP_ALIVE_S, KEEP_ALIVE_HELP, metavar="S")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port < 2**16:
-            raise UserError(f"--port must be between 0 and 65535, not {self.port}")
-        if not 0 <= self.drain_timeout <= 86400:
-            raise UserError(f"--drain-timeout must be between 0 and 86400 seconds, not {self.drain_timeout}")
+        check_between(self, "port", 0, 65535)
+        check_between(self, "drain_timeout", 0, 86400, "seconds")
         if self.ping_interval != 0 and not 0.1 <= self.ping_interval <= 86400:
             raise UserError(f"--ping-interval must be 0, or between 0.1 and 86400 seconds, not {self.ping_interval}")
         if self.share_prefixes and self.api_key_file is None:
             raise UserError("--share-prefixes needs --api-key-file: without keys all requests share prefixes")
         if self.otlp_traces_endpoint is not None:
             check_address("--otlp-traces-endpoint", self.otlp_traces_endpoint, "http://localhost:4318/v1/traces")
-        check_connection_flags(self.max_connections, self.keep_alive_timeout)
+        check_connection_flags(self)
 
 
 DEFAULTS = ServerConfig()

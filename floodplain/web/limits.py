@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import resource
 from dataclasses import dataclass
+from typing import Any
 
 from floodplain.core.errors import UserError
+from floodplain.core.flags import check_between
 
 RESERVED_FILES = 64
 """Open files reserved for all but connections: the model, the store, other services, accepted sockets."""
@@ -69,9 +71,7 @@ def limit_connections(
     return ConnectionLimits(max_connections=asked or min(most, MOST_BY_DEFAULT), idle_s=keep_alive_s)
 
 
-def check_connection_flags(asked: int | None, keep_alive_s: float) -> None:
-    """Raise UserError for ``--max-connections`` or ``--keep-alive-timeout`` out of range on any machine."""
-    if asked is not None and not LEAST_CONNECTIONS <= asked <= 2**20:
-        raise UserError(f"--max-connections must be between {LEAST_CONNECTIONS} and {2**20}, not {asked}")
-    if not 1 <= keep_alive_s <= 86400:
-        raise UserError(f"--keep-alive-timeout must be between 1 and 86400 seconds, not {keep_alive_s}")
+def check_connection_flags(config: Any) -> None:
+    """Raise UserError if a service's ``max_connections`` or ``keep_alive_timeout`` is out of range on any machine."""
+    check_between(config, "max_connections", LEAST_CONNECTIONS, 2**20)
+    check_between(config, "keep_alive_timeout", 1, 86400, "seconds")
