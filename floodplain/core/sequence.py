@@ -54,7 +54,7 @@ class Sequence:
         tail: (backup of its last, partly filled block; leading tokens up to its end). It is released when the sequence
             runs again.
         keys: Content keys of its leading full blocks, as far as they were needed.
-        num_sealed: Leading blocks that the ledger knows by key.
+        num_sealed: Leading blocks whose keys the ledger has.
         is_decoding: Whether the executor holds its last token and position, so that one token can follow.
         num_arriving: Loading: blocks that it will have.
         num_leaving: Blocks of it that outbound copies still read.

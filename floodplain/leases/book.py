@@ -22,7 +22,7 @@ from floodplain.leases.table import Changes, LeaseTable
 
 
 class Speaker(Protocol):
-    """What the sender of messages may do, as its token says."""
+    """What the sender of messages may do, by its token."""
 
     def may_lend(self, name: str, /) -> bool:
         """Whether the sender may offer bytes of that member's device."""
@@ -198,7 +198,7 @@ class LeaseBook:
 
 
 def _confirms_offer(message: Message, reply: Reply, changing: Collection[str]) -> bool:
-    """Whether the reply confirms that the sender still offers what its row says.
+    """Whether the reply confirms that the sender still offers what is in its row.
 
     If a recall sent with a heartbeat is stale, the sender's offer is unknown: ``changing`` names members whose offers
     change in the batch.

@@ -86,7 +86,7 @@ class CoordinatorClient:
         return _understood(lambda: from_json(News, body, "the news", is_open=True))
 
     def list_leases(self) -> Mapping[str, Any]:
-        """Return all members and leases that the coordinator knows, as the JSON of a ``Listing``."""
+        """Return all members and leases of the coordinator, as the JSON of a ``Listing``."""
         body = self._ask("GET", "/v1/leases")
         return _understood(lambda: check_listing(body))
 

@@ -226,7 +226,7 @@ class Membership:
 
     @property
     def has_joined(self) -> bool:
-        """Whether the coordinator knows this process, as far as it has learned."""
+        """Whether this process has joined, as far as it has learned."""
         with self._lock:
             return self._side.has_joined
 
@@ -239,7 +239,7 @@ class Membership:
 
     @property
     def expects_bytes(self) -> bool:
-        """Whether bytes that it lent are recalled or owed: the sooner it knows that they are free, the better."""
+        """Whether bytes that it lent are recalled or owed: then it beats most often."""
         with self._lock:
             return self._lender is not None and self._lender.returning_bytes > 0
 

@@ -75,7 +75,7 @@ def complain(message: str) -> None:
     """Print one line of bounded length on standard error."""
     line = " ".join(message.split())
     before = CLEAR_LINE if sys.stderr is not None and sys.stderr.isatty() else ""  # a line of progress may be there
-    with suppress(OSError):  # standard error may be full or closed: the status tells
+    with suppress(OSError):  # standard error may be full or closed: the status shows it
         print(f"{before}floodplain: {printable(line[:MAX_LINE])}{'…' if len(line) > MAX_LINE else ''}", file=sys.stderr)
 
 

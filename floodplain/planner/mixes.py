@@ -1,7 +1,7 @@
 """Lists every mix of units that a server can hold, with the values that the equations give to each.
 
-One integer per mix says how many servers of a group hold it. So servers have no names in the program, and the maximum
-over servers of Eq. 6 is a maximum over the mixes that are used.
+One integer per mix is the number of servers of a group that hold it. So servers have no names in the program, and the
+maximum over servers of Eq. 6 is a maximum over the mixes that are used.
 """
 
 from __future__ import annotations

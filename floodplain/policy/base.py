@@ -30,7 +30,7 @@ class Standing:
 
 @runtime_checkable
 class StandingPolicy(Protocol):
-    """A policy that knows when its decisions stand."""
+    """A policy whose decisions may stand for the next steps."""
 
     def stands(self, view: View) -> Standing | None:
         """With what its decision (a token per running sequence, no copy) for ``view`` stands; None: it may change."""

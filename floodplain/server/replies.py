@@ -69,7 +69,7 @@ class _Offsets:
 
 
 class ChoicesReply(ApiReply):
-    """Writes the answers to request ``name``; ``detail`` says which events of a stream carry a usage.
+    """Writes the answers to request ``name``; ``detail``: which events of a stream carry a usage.
 
     ``shown_prompts`` are the tokens of the prompts, one for each choice, if token ids were asked for.
 

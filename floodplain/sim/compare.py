@@ -38,7 +38,7 @@ _DEVICE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class RealRun:
-    """A real run: its requests in order of arrival, their first and last token, and what it says of its setting.
+    """A real run: its requests in order of arrival, their first and last token, and its settings as far as stated.
 
     Times are seconds since the first arrival. ``sets`` are keys of a scenario that the run's own settings give;
     ``kv_blocks`` is the pool for requests, None if the run does not tell it.

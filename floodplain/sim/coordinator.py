@@ -137,7 +137,7 @@ class VirtualCoordinator:
             self._unreported.append(name)
 
     def lose(self, name: str) -> None:
-        """End a member's messages; its last heartbeat has just come."""
+        """Receive no more messages of a member."""
         del self.agents[name]
 
     def arrange_beat(self, agent: VirtualAgent) -> None:
@@ -204,7 +204,7 @@ class VirtualAgent:
         self.wake()
 
     def wake(self) -> None:
-        """Exchange soon, because there is something to say or news to hear."""
+        """Exchange soon, because there are messages to send or news to receive."""
         self.arrange(self._last_s + MIN_GAP_S)
 
     def arrange(self, when_s: float) -> None:
@@ -215,7 +215,7 @@ class VirtualAgent:
             self._environment.schedule(when_s, partial(self._exchange, when_s))
 
     def die(self) -> None:
-        """Exchange soon, because there are messages to send or news to receive."""
+        """End the process: no farewell, and no answer is read."""
         self.is_dead = True
         self._coordinator.lose(self.membership.name)
 

@@ -1,4 +1,4 @@
-"""What to simulate, as a YAML file says it. Unknown keys are refused, with their path and what there is instead.
+"""What to simulate: the content of a YAML file. Unknown keys are refused, with their path and the known ones.
 
 Sizes are texts like ``16GB`` or numbers of bytes, times are in seconds, and paths are relative to the file's folder.
 """
@@ -370,7 +370,7 @@ def make_scenario(content: Mapping[str, Any], source: str, folder: Path) -> Scen
 
 
 def _make_lender(name: str, content: Mapping[str, Any], file: _File, source: str, folder: Path) -> Scenario:
-    """The scenario of a lender; device and ``detailed`` are those of the instances unless it says others."""
+    """The scenario of a lender; device and ``detailed`` are those of the instances if it states none."""
     where = f"{source}: lenders.{name}"
     if NAME.problem(name) is not None or name == INSTANCE:
         raise UserError(f"{where}: a lender's name has letters, digits, '.', '_' and '-', and is not {INSTANCE!r}")

@@ -62,7 +62,7 @@ LOOPBACK_ONLY = OwnNames()
 def expect_own_names(scope: Scope, names: OwnNames) -> None:
     """Raise ApiError 403 if ``Host`` or ``Origin`` is not this service's.
 
-    Without ``Host`` the sender is no browser: it may be the health check of a balancer that speaks HTTP/1.0.
+    Without ``Host`` the sender is no browser: it may be the health check of a balancer that uses HTTP/1.0.
     """
     hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
     host = hosts[0] if len(hosts) == 1 else ""

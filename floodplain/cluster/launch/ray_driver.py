@@ -207,7 +207,7 @@ class Driver:
         await asyncio.wait(ends, timeout=END_TIMEOUT_S + 1.0)
 
     async def _run(self, slot: int, order: Order) -> None:
-        """Follow a slot's process until it ends. If its actor dies, Ray restarts the actor and repeats the call."""
+        """Follow a slot's process until it ends. If its actor ends, Ray restarts it and repeats the call."""
         status: int | None = None
         words: str | None = None
         while status is None and words is None:

@@ -31,7 +31,7 @@ FIRST_RELEASE = (2, 52)
 READY_TIMEOUT_S = 180.0
 """A driver that is not ready after this time is killed: Ray waits for some answers without a limit."""
 START_END_TIMEOUT_S = 10.0
-"""A driver told to end while it connects is killed after this time: it reads no order meanwhile."""
+"""A driver that is to end while it connects is killed after this time: it reads no order meanwhile."""
 _DRIVER = "import sys; from floodplain.cluster.launch.ray_driver import main; sys.exit(main())"
 _SENT = ("OMP_NUM_THREADS", "FLOODPLAIN_")
 

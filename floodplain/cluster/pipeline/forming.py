@@ -49,7 +49,7 @@ class Forming:
         return list(self._pipelines.values())
 
     def join(self, instance: Instance) -> int | None:
-        """A stage joined; after the last one all are told to link. The epoch of an older one of it, which must end."""
+        """A stage joined; after the last one all are ordered to link. The epoch of an older one, which must end."""
         assert instance.stage is not None
         older = self._gathered.get(instance.stage.stage)
         self._gathered[instance.stage.stage] = instance.epoch

@@ -216,7 +216,7 @@ class CudaStream:
 class CudaJob:
     """A copy under way, until ``mark``; ``held`` keeps its slots where they are.
 
-    ``order`` tells which of the copy's blocks each digest belongs to; slots without memory have none. ``expected`` are
+    ``order``: which of the copy's blocks each digest belongs to; slots without memory have none. ``expected`` are
     the digests of its slots when it began: int64 [n].
     """
 

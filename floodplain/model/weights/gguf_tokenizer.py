@@ -187,7 +187,7 @@ def _numbers(fields: Fields, key: str, count: int, default: float) -> list[Any]:
 
 
 def _ends(vocabulary: _Vocabulary) -> frozenset[int]:
-    """Tokens that end an answer: those that the keys name, and those that llama.cpp knows by their text."""
+    """Tokens that end an answer: those that the keys name, and those that llama.cpp finds by their text."""
     by_key = (vocabulary.ids[kind] for kind in END_KINDS if kind in vocabulary.ids)
     by_text = (number for number, token in enumerate(vocabulary.tokens) if token in END_TEXTS)
     return frozenset((*by_key, *by_text))

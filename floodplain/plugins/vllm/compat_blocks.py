@@ -85,7 +85,7 @@ class BlockFinder:
 
     @property
     def finds_all(self) -> bool:
-        """Whether a full block's hash tells all that a request keeps of its tokens."""
+        """Whether a full block's hash determines all that a request keeps of its tokens."""
         return len(self._tables) == 1 and self._first == 0
 
     @property

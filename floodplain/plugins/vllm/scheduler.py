@@ -1,4 +1,4 @@
-"""vLLM's scheduler under the control of our policies: it plans each step as ``policy.decide`` says."""
+"""vLLM's scheduler under the control of our policies: it plans each step by ``policy.decide``."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class TurnQueue:
         self._changed[request.request_id] = None
 
     def prepend_request(self, request: Request) -> None:
-        """Add a waiting request; its place does not matter, because a policy says which is next."""
+        """Add a waiting request; its place does not matter, because a policy chooses the next."""
         self.add_request(request)
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
