@@ -160,10 +160,7 @@ def _verbs_of(parser: Parser) -> dict[str, Any]:
 
 
 def make_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """The script that completes the words of ``parser`` and of its verbs in ``shell``.
-
-    Raises UserError if shtab is not installed.
-    """
+    """The script that completes the words of ``parser`` and its verbs in ``shell``. UserError without shtab."""
     try:
         import shtab
     except ImportError:

@@ -35,10 +35,7 @@ CLOSING_S = 5
 
 
 class PlacementFile:
-    """Reads a placement file for a service, off the event loop. Used on one event loop.
-
-    If the file cannot be read, the service keeps its present pairs.
-    """
+    """Reads a placement file off the event loop; an unreadable one changes nothing. Used on one event loop."""
 
     def __init__(self, path: Path, service: LeaseService) -> None:
         self._path, self._service = path, service

@@ -336,10 +336,7 @@ class LeaseService:
             self._lead(seen.epoch + 1, now, rows, seen.ttl_s)
 
     def _lead(self, epoch: int, began_s: float, rows: StoredRows, old_ttl_s: float) -> None:
-        """Start to lead. All members count as alive for a TTL, or for the last leader's if that is longer.
-
-        For so long, the store keeps the longer TTL for the next leader.
-        """
+        """Start to lead. All members count as alive for the longer TTL, ours or the last leader's; it is stored."""
         with sound(self._store.shown_url):
             check_rows(rows.members, rows.leases)
         self._grace_s = max(old_ttl_s, self.ttl_s)

@@ -34,10 +34,7 @@ class Backup:
 
 
 class BackupTable:
-    """Owner of all backups and of the slots of every swap tier.
-
-    ``retains``: whether whole backups stay after the last sequence releases them.
-    """
+    """Owner of all backups and swap slots. ``retains``: whole backups stay after the last sequence's release."""
 
     def __init__(self, slots: Iterable[SlotLedger] = (), *, retains: bool = True) -> None:
         self.slots: dict[Tier, SlotLedger] = {ledger.tier: ledger for ledger in slots}

@@ -42,10 +42,7 @@ Key = tuple[int, int, int, int]
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """The sizes of CUDA graphs that vLLM captures by default, up to twice ``max_num_seqs`` and at most 512.
-
-    1, 2, 4, in eights to 256, in sixteens to 512.
-    """
+    """Sizes of CUDA graphs that vLLM captures: 1, 2, 4, by 8 to 256, by 16 to 512 or twice ``max_num_seqs``."""
     sizes = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
     return tuple(size for size in sizes if size <= 2 * max_num_seqs)
 

@@ -82,10 +82,7 @@ def burst(sample: WorkloadSpec, stable_rate: float, scale: Scale) -> WorkloadSpe
 
 
 def fit_pool(scale: Scale, num_prompts: int) -> Scale:
-    """The scale with a pool that is too small for ``num_prompts`` requests; the smallest holds the longest one.
-
-    A slow machine gets few requests in the same time, so its pool holds fewer.
-    """
+    """The scale with a pool that is too small for ``num_prompts`` requests; the smallest holds the longest one."""
     return replace(scale, num_resident=max(LEAST_RESIDENT, min(scale.num_resident, num_prompts // PROMPTS_PER_PLACE)))
 
 

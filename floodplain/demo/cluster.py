@@ -45,10 +45,7 @@ class VerbProcess:
             )
 
     def wait_ready(self) -> Mapping[str, Any]:
-        """Wait until the verb serves; return the JSON object that it prints, with its ``url``.
-
-        Raises UserError with the last line of its log if it ended, or was not ready in time.
-        """
+        """Wait until the verb serves; return the JSON object that it prints. UserError, with its log's end, if not."""
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)

@@ -59,10 +59,7 @@ def to_columns(samples: Sequence[Any], kind: type[Any]) -> dict[str, list[Any]]:
 
 @asynccontextmanager
 async def watching(producer: str, consumer: str, period_s: float = PERIOD_S) -> AsyncIterator[list[LendingSample]]:
-    """Append samples to the context's list until the context ends, one at each end included.
-
-    If a server does not answer, a UserError ends the context, without its last sample.
-    """
+    """Append samples until the context ends, one at each end included; UserError if a server does not answer."""
     samples: list[LendingSample] = []
     begin_s = time.monotonic()
 
@@ -201,10 +198,7 @@ def has_restored(samples: Sequence[ReliefSample]) -> bool:
 
 @asynccontextmanager
 async def watching_relief(url: str, begin_s: float, period_s: float = PERIOD_S) -> AsyncIterator[list[ReliefSample]]:
-    """Append samples to the context's list until the context ends; a poll that fails is skipped.
-
-    ``begin_s`` is the origin of times, on the monotonic clock.
-    """
+    """Append samples, with times since ``begin_s`` (monotonic), until the context ends; failed polls are skipped."""
     samples: list[ReliefSample] = []
 
     async def look() -> None:

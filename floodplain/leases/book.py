@@ -114,10 +114,7 @@ class LeaseBook:
         return rules.lose(self.rows, name)
 
     def allow(self, pairs: AllowedPairs | None, now: float, deadline_s: float) -> list[Lease]:
-        """Grant only along these pairs from now on; recall the leases that they do not allow, and return them.
-
-        The offers stay: the producer takes the bytes back once they are free.
-        """
+        """Grant along these pairs from now on; recall other leases, and return them. Offers stay as they are."""
         self.may_borrow_from = pairs
         disallowed = choose_disallowed(self.rows.leases.values(), pairs)
         recalled = [rules.recall_lease(self.rows, lease, deadline_s) for lease in disallowed]

@@ -85,10 +85,7 @@ class LeaseAgent:
         self._thread = threading.Thread(target=self._run, name="lease-agent", daemon=True)
 
     def start(self) -> None:
-        """Join, and go on in the background; without an answer in ``START_S``, it goes on trying.
-
-        UserError if the coordinator refuses the token or the name.
-        """
+        """Join, and go on in the background, even without an answer in ``START_S``. UserError if it is refused."""
         self._thread.start()
         try:
             self._first.result(START_S)

@@ -149,10 +149,7 @@ class ElasticPool:
         self._lent: dict[LeaseId, ElasticTensor] = {}  # in lent memory, by its lease
 
     def to_elastic(self, tensor: torch.Tensor) -> ElasticTensor:
-        """Copy a tensor's values to host memory, where they stay without a lease, and request one.
-
-        UserError if the tensor is not dense, or is empty, or the pool is closed.
-        """
+        """Copy a tensor to host memory, and request a lease. UserError: closed, or the tensor is empty or not dense."""
         self._check_open()
         elastic = ElasticTensor(tensor, self._forget)
         self._ask_for(elastic)

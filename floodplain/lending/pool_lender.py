@@ -53,10 +53,7 @@ class Northbound(Protocol):
 
 
 def report_load(loop: Loop, full_blocks: int, now: float) -> PoolLoad:
-    """Return the load of an engine whose pool has ``full_blocks`` while nothing is lent.
-
-    Requests in swap space count as waiting; loading ones do not.
-    """
+    """The load of an engine with a pool of ``full_blocks``; swapped requests count as waiting, loading ones not."""
     state, ledger = loop.state, loop.state.ledger
     return PoolLoad(
         now=now,

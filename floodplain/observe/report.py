@@ -103,10 +103,7 @@ def explain(name: str, result: Mapping[str, Any]) -> str:
 
 
 def inline_svg(svg: str, prefix: str, label: str) -> str:
-    """An SVG document as an element for a page: without metadata and with ids of its own.
-
-    Ids must be unique in a page, and matplotlib gives every picture the same ones.
-    """
+    """An SVG as an element of a page, without metadata and with its own ids: matplotlib's are all the same."""
     element = svg[svg.index("<svg") :].strip()
     element = re.sub(r"<metadata>.*?</metadata>", "", element, flags=re.DOTALL)
     element = re.sub(r'\bid="', f'id="{prefix}-', element)

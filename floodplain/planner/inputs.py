@@ -26,10 +26,7 @@ _LOADS, _SWAP = ("llm", "media"), "swap"
 
 
 def read_cluster(path: Path) -> Cluster:
-    """The cluster in a YAML file.
-
-    Raises UserError if it cannot be read, or is inconsistent: one line that names the file and the field.
-    """
+    """The cluster in a YAML file. UserError, with file and field, if it cannot be read or is inconsistent."""
     source = str(path)
     fields = Fields(read_yaml_mapping(path, MAX_BYTES, MAX_DEPTH), source)
     servers, groups = _read_servers(fields.rows("servers", is_needed=True), source)
@@ -165,10 +162,7 @@ _MISSING = object()
 
 
 class Fields:
-    """Takes checked fields from one mapping; unknown ones are refused by name.
-
-    Errors are UserErrors that begin with ``source``, the file and the place in it.
-    """
+    """Takes checked fields from a mapping; others are refused by name. UserErrors begin with ``source``."""
 
     def __init__(self, content: Any, source: str) -> None:
         if not isinstance(content, dict):

@@ -14,10 +14,7 @@ from floodplain.planner.solver import Deadline
 
 
 def lay_out(problem: Problem, mixes: Sequence[Counts]) -> dict[Unit, Spot]:
-    """The spot of every unit. A unit whose server still holds its class keeps its GPUs.
-
-    ``mixes`` has the units of each class on each server.
-    """
+    """The spot of every unit, by each server's ``mixes``. A unit whose server still holds its class keeps its GPUs."""
     held: dict[str, list[Unit]] = defaultdict(list)
     names = [server.name for server in problem.cluster.servers]
     for each, counts in zip(problem.classes, np.array(mixes, dtype=np.int64).T, strict=True):

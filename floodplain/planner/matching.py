@@ -18,10 +18,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Party:
-    """A GPU that lends or needs memory, in bytes above 0; ``link`` is that of its server, in bytes per second.
-
-    Parties of two domains are never paired.
-    """
+    """A GPU that lends or needs ``memory`` (above 0), with its server's link. Parties of two domains never pair."""
 
     device: str
     server: str

@@ -49,10 +49,7 @@ class MixTable:
 
 
 def list_mixes(problem: Problem, deadline: Deadline, max_mixes: int = MAX_MIXES) -> MixTable | None:
-    """All mixes; None if they are more than ``max_mixes``, or the time ends first.
-
-    A server leaves at most as many GPUs empty as the cluster does.
-    """
+    """All mixes that leave no more GPUs empty than the cluster; None if above ``max_mixes``, or the time ends."""
     max_mixes = min(max_mixes, MAX_CELLS // max(1, len(problem.classes)))
     rows: list[Counts] = []
     group_of: list[int] = []

@@ -115,10 +115,7 @@ def allowed_misses(share: float, count: int) -> int:
 
 
 def percentile_99(values: Sequence[float]) -> float | None:
-    """The least value that at most 1 of 100 exceed; None for no values, and if it is infinite.
-
-    Not ``core.quantiles.quantile``, which may be within a limit that 2 of 150 exceed.
-    """
+    """The least value that at most 1 of 100 exceed (``quantile`` may be exceeded by 2 of 150); None if infinite."""
     if not values:
         return None
     value = sorted(values, reverse=True)[allowed_misses(P99, len(values))]

@@ -167,10 +167,7 @@ _NUM_WARM_UP = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepGrid:
-    """How many steps are measured: shapes, the most measurements of each, and the seconds after which to stop.
-
-    Raises UserError if a value is out of its range.
-    """
+    """How many steps are measured: shapes, most repeats, seconds after which to stop. UserError: out of range."""
 
     num_shapes: int = 64
     num_repeats: int = 5
@@ -254,10 +251,7 @@ class RecordedStep:
 
 
 class StepRecorder:
-    """Runs steps on an engine without requests. The engine must get none meanwhile, nor afterwards.
-
-    ``rng`` scatters sequences over the pool, as a pool in use does.
-    """
+    """Runs steps on an engine that never gets requests; ``rng`` scatters sequences over the pool, as in use."""
 
     def __init__(self, engine: Engine, rng: Random, clock: Callable[[], float] = time.perf_counter) -> None:
         self._executor = engine.executor
@@ -310,10 +304,7 @@ def record_rows(
     on_step: Callable[[], object] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[RecordedStep]:
-    """Measure all shapes up to ``num_repeats`` times, each time in another order, until ``limit_s`` is over.
-
-    At least one is measured. Returns the measured ones, in the order of ``shapes``.
-    """
+    """Measure all shapes, at least one, up to ``num_repeats`` times in changing order, until ``limit_s`` is over."""
     times: dict[int, list[float]] = {}
     end = clock() + limit_s
     for index in (at for _ in range(num_repeats) for at in rng.sample(range(len(shapes)), len(shapes))):

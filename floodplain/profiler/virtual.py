@@ -34,10 +34,7 @@ DEFAULT_LINK = "pcie5"
 
 
 def make_device(config: EngineConfig, model: ModelConfig, step_time_s: Callable[[StepPlan], float]) -> VirtualDevice:
-    """The device that the engine flags describe; those of how to compute are ignored, ``kv_memory`` is given.
-
-    Raises UserError if the pool is too small for one request.
-    """
+    """The device of the engine flags, with ``kv_memory``, in virtual time. UserError: no request fits the pool."""
     assert config.kv_memory is not None
     block_bytes = kv_bytes_per_token(model, config.dtype) * config.block_tokens
     num_blocks = -(-config.kv_memory // block_bytes)
@@ -85,10 +82,7 @@ def servable(requests: Iterable[Request], device: VirtualDevice) -> tuple[list[R
 
 
 class VirtualServer:
-    """Serves requests of a load in virtual time, on the device that an engine's flags describe.
-
-    Raises UserError if the pool is too small for one request.
-    """
+    """Serves requests in virtual time, on the device of an engine's flags. UserError: no request fits the pool."""
 
     def __init__(self, config: EngineConfig, source: ModelSource, cost: StepCost, load: Load) -> None:
         self._config = config

@@ -114,10 +114,7 @@ class Loop:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def next_plan(self, now: float) -> StepPlan | Wait:
-        """Plan one more step; Wait if nothing can run.
-
-        InvariantError if the policy never runs anything although requests are live and nothing is under way.
-        """
+        """Plan one more step; Wait if nothing can run. InvariantError if a policy never runs what could run."""
         state = self.state
         if len(self._steps) >= state.config.depth:
             return Wait()

@@ -1,7 +1,4 @@
-"""Transfers between the device and swap space: swap-outs, backups, swap-ins, and fetches of prefixes.
-
-A block with a backup is never copied again.
-"""
+"""Transfers between the device and swap space: swap-outs, backups, swap-ins, and fetches of prefixes."""
 
 from __future__ import annotations
 

@@ -36,10 +36,7 @@ class PromptReader:
         return [await run(self._encode_some, one) if isinstance(one, str) else one for one in prompts]
 
     async def read_chat(self, body: ChatRequest) -> tuple[list[int], frozenset[str]]:
-        """The tokens of a conversation, and the ignored fields of its body.
-
-        Raises UserError if the template refuses it, and as ``read_prompts``.
-        """
+        """The tokens of a conversation, and its body's ignored fields. UserError as ``read_prompts``, or refused."""
         return await self._workers.run(self._encode_chat, body)
 
     async def read_text(self, text: str, *, add_special_tokens: bool) -> list[int]:

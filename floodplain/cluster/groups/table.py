@@ -67,10 +67,7 @@ class Fetches:
 
 
 class Group:
-    """One group, under a unique number. Its first member, at place 0, leads.
-
-    ``old`` are groups that it takes in when it drops layers; they live until then.
-    """
+    """One group, under a unique number; the member at place 0 leads. ``old``: groups that it takes in at its drop."""
 
     def __init__(self, number: int, epochs: tuple[int, ...], old: tuple[Group, ...] = ()) -> None:
         self.number, self.epochs, self.old = number, epochs, old
@@ -154,10 +151,7 @@ def find_max_model_len(roster: Roster, epochs: Sequence[int], num_layers: int) -
 
 
 class GroupTable:
-    """All groups. Every call that changes something returns a ``Change``; None: the message is stale.
-
-    ``name_of`` is an instance's name in errors, by its epoch.
-    """
+    """All groups. A call that changes something returns a ``Change``; None: stale. ``name_of``: names for errors."""
 
     def __init__(self, name_of: Callable[[int], str] = str) -> None:
         self._name_of = name_of

@@ -181,10 +181,7 @@ class Shared(Protocol):
 
 
 class Replica:
-    """A ``Member`` with a whole model.
-
-    ``engine`` is not yet started; ``shared`` is what it shares with other instances, None: nothing.
-    """
+    """A ``Member`` with a whole model: an ``engine``, not yet started, and what it shares with other instances."""
 
     def __init__(
         self,

@@ -94,10 +94,7 @@ class Movable:
 
 
 class SourceEnd:
-    """One migration of ``request`` at the source, whose held blocks the target may read.
-
-    ``hold``, ``stop`` and ``adopt`` are called on the engine's thread.
-    """
+    """A migration of ``request`` at the source. ``hold``, ``stop``, ``adopt`` are called on the engine's thread."""
 
     def __init__(self, engine: AsyncEngine, movable: Movable, request: Request, order: wire.HoldKv) -> None:
         self.ticket, self._secret = order.ticket, bytes.fromhex(order.secret)

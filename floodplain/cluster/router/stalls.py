@@ -77,10 +77,7 @@ class _Heard:
 
 
 class StallWatch:
-    """Finds stuck instances from their beats, which are ``beat_s`` seconds apart.
-
-    They may stand still for ``timeout_s`` seconds; None: for ``find_limit_s``.
-    """
+    """Finds stuck instances from beats, ``beat_s`` apart. ``timeout_s`` is the limit; None: ``find_limit_s``."""
 
     def __init__(self, timeout_s: float | None, beat_s: float) -> None:
         self._timeout_s, self._beat_s = timeout_s, beat_s
@@ -102,10 +99,7 @@ class StallWatch:
         before.progress, before.heard_s, before.owes = progress, now, owes
 
     def find_stuck(self, units: Sequence[Sequence[int]]) -> list[Stuck]:
-        """Stuck instances. Each unit is epochs of instances that compute together, leader first, or of one alone.
-
-        Instances that are in no unit have ended.
-        """
+        """Stuck instances. A unit is epochs of instances that compute together, leader first; others have ended."""
         living = {epoch for unit in units for epoch in unit}
         self._heard = {epoch: heard for epoch, heard in self._heard.items() if epoch in living}
         return [stuck for unit in units for stuck in self._judge([epoch for epoch in unit if epoch in self._heard])]

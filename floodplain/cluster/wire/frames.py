@@ -106,10 +106,7 @@ class FrameLink:
     async def read(
         self, max_bytes: int = MAX_FRAME_BYTES, timeout_s: float | None = None
     ) -> tuple[dict[str, Any], tuple[int, ...]] | None:
-        """(object, integers) of the next frame; None if the connection ended, or it is not there in ``timeout_s``.
-
-        Raises ``WireError`` if it is no frame.
-        """
+        """(object, integers) of the next frame; None at the end or after ``timeout_s``. ``WireError`` if malformed."""
         try:
             async with asyncio.timeout(timeout_s):
                 sizes = CONTROL.read_head(await self._reader.readexactly(CONTROL.head_bytes), max_bytes)

@@ -49,10 +49,7 @@ class PinnedWire:
 
 
 class PeerWire:
-    """A ``Wire`` to memory on neighbours, which the caller keeps in place (``Slots.use``), by our device's driver.
-
-    torch would make a context there.
-    """
+    """A ``Wire`` to neighbours' memory, kept in place by ``Slots.use``, by the driver: torch makes a context there."""
 
     def __init__(self, slots: PeerSlots, driver: CudaDriver) -> None:
         self._slots = slots

@@ -182,10 +182,7 @@ class SwapBooks:
         reason: Reason,
         tier: Tier | None = None,
     ) -> bool:
-        """Swap out a request: copy blocks without a backup to ``tier`` (None: nearest), or elsewhere if it is full.
-
-        False, and nothing is kept of it, if there is no room, or nothing to keep.
-        """
+        """Swap out a request to ``tier`` (None: nearest), or elsewhere if it is full. False: no room, nothing kept."""
         first = len(tracked.backups)  # more than it has, if it lost its KV and computes again
         num_full = max(first, self._count_full(num_computed))
         places = self._rest_of(tracked, tables, num_computed)

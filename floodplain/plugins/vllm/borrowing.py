@@ -45,10 +45,7 @@ class Borrowing:
         self._lock, self._is_idle = lock, is_idle
 
     def start(self) -> None:
-        """Join, and go on in the background; without a coordinator it warns once and goes on trying.
-
-        UserError if the coordinator refuses the token or the name.
-        """
+        """Join, and go on in the background; one warning without a coordinator. UserError if it is refused."""
         try:
             self._neighbours.start()
         except BaseException:

@@ -54,10 +54,7 @@ class Blocks(Protocol):
         """Return the number of a request's blocks that only this request holds."""
 
     def take_changed(self) -> Set[SeqId]:
-        """Return requests whose ``count_exclusive`` or ``find_prefix`` may have changed since the last call.
-
-        Changes by growth of a table or of tokens need not be included.
-        """
+        """Return requests whose ``count_exclusive`` or ``find_prefix`` may have changed, other than by growth."""
 
     def find_prefix(self, seq_id: SeqId, request: Request, most: int) -> Found:
         """Return a request's leading blocks, at most ``most``, on the device by content (prefix caching)."""

@@ -93,10 +93,7 @@ def find_extra(vllm_config: Any) -> dict[str, Any]:
 
 
 def read_alone(extra: Mapping[str, Any]) -> PluginSettings:
-    """Check ``floodplain`` of ``--additional-config``: no swap space, so no settings of it.
-
-    UserError if a name is unknown or not allowed here, or a value is out of its range.
-    """
+    """Check ``floodplain`` of ``--additional-config``, without settings of swap space. UserError for a bad one."""
     others = [name for name in extra if name not in ALONE]
     if others:
         raise UserError(f"additional_config has {others[0]!r} for floodplain, which is none of {', '.join(ALONE)}")
