@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from floodplain.core.errors import UserError
 from floodplain.core.flags import check_between, flag
@@ -18,6 +16,7 @@ from floodplain.leases.rules import (
     MAX_LEASES_ON_DEVICE,
     LeaseLimits,
 )
+from floodplain.web.address import split_url
 from floodplain.web.limits import KEEP_ALIVE_HELP, KEEP_ALIVE_S, MAX_CONNECTIONS_HELP, check_connection_flags
 
 DEFAULT_URL = "http://127.0.0.1:8100"
@@ -53,7 +52,7 @@ class CoordinatorConfig:
 
     def __post_init__(self) -> None:
         check_between(self, "port", 0, 65535)
-        if self.url is not None and not (re.fullmatch(r"https?://[!-~]+", self.url) and _has_host(self.url)):
+        if self.url is not None and not (self.url.isascii() and split_url(self.url)):
             raise UserError(f"--url must be like http://HOST:PORT, not {self.url!r}")
         check_between(self, "ttl", 1, 3600, "seconds")
         check_between(self, "max_leases", 1, 2 * MAX_LEASES_ON_DEVICE)
@@ -61,14 +60,6 @@ class CoordinatorConfig:
             raise UserError(f"--max-borrowed must be at least --least-lease, not {self.max_borrowed} bytes")
         check_between(self, "forget_after", 1, 10 * 365 * 86400, "seconds")
         check_connection_flags(self)
-
-
-def _has_host(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:
-        return False
 
 
 def limits_of(config: CoordinatorConfig) -> LeaseLimits:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import http.client
 import io
 import json
-import re
 import socket
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import quote, urlencode
 
 from floodplain.core.codec import WireError, from_json
 from floodplain.core.errors import UserError
@@ -30,6 +29,7 @@ from floodplain.lending.wire import (
     decode_reply,
     encode_message,
 )
+from floodplain.web.address import split_url
 
 T = TypeVar("T")
 
@@ -170,18 +170,15 @@ class CoordinatorClient:
         self._socket = self._http.sock = _dial(self._http.host, self._http.port, context, deadline_s)
 
 
+_NO_PATH = (("", "", ""), ("/", "", ""))
+
+
 def _split(url: str) -> tuple[str, str, int | None]:
-    try:
-        parts = urlsplit(url.strip())
-        host, port = parts.hostname or "", parts.port
-        host.encode("idna")  # as for the system's resolver
-    except ValueError:
-        parts, host, port = urlsplit(""), "", None
-    is_more = parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None
-    if parts.scheme not in ("http", "https") or is_more or not re.fullmatch(r"[^\s\0-\x20\x7f]+", host):
+    parts = split_url(url.strip())
+    if parts is None or parts.username is not None or (parts.path, parts.query, parts.fragment) not in _NO_PATH:
         shown = url.strip().rpartition("@")[2]
         raise UserError(f"--coordinator {shown!r} is no address: give http://HOST:PORT")
-    return parts.scheme, host, port
+    return parts.scheme, parts.hostname or "", parts.port
 
 
 def _shown(url: tuple[str, str, int | None]) -> str:

@@ -6,23 +6,29 @@ import ipaddress
 import re
 import socket
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from floodplain.core.errors import UserError
 
 _HOST = re.compile(r"[^\s\0-\x20\x7f\\]+")
 
 
-def check_address(name: str, url: str, example: str = "http://127.0.0.1:8000") -> None:
-    """Raise UserError, which begins with ``name``, unless ``url`` is an HTTP address without a user and a fragment."""
+def split_url(url: str) -> SplitResult | None:
+    """The parts of an HTTP address, whose host and port a client can connect to; None if it is none."""
     try:
         parts = urlsplit(url)
         host = parts.hostname or ""
         host.encode("idna")  # as the system's resolver will be asked
         is_address = parts.scheme in ("http", "https") and bool(_HOST.fullmatch(host)) and parts.port != 0
     except ValueError:
-        is_address = False
-    if not is_address or not url.isprintable() or " " in url:
+        return None
+    return parts if is_address and url.isprintable() and " " not in url else None
+
+
+def check_address(name: str, url: str, example: str = "http://127.0.0.1:8000") -> None:
+    """Raise UserError, which begins with ``name``, unless ``url`` is an HTTP address without a user and a fragment."""
+    parts = split_url(url)
+    if parts is None:
         raise UserError(f"{name} must look like {example}, not {shown(url)!r}")
     if parts.username is not None or parts.fragment:
         raise UserError(f"{name} {shown(url)!r}: leave out the user and the fragment")
@@ -67,10 +73,14 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
+def host_port(host: str, port: int) -> str:
+    """``HOST:PORT``, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def url_of(sock: socket.socket) -> str:
     """The address at which a bound socket serves."""
-    host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http://{host_port(*sock.getsockname()[:2])}"
 
 
 def is_loopback(host: str) -> bool:

@@ -298,6 +298,7 @@ def test_a_name_is_quoted_in_a_path() -> None:
         "http://host/v1",
         "http://host?x=1",
         "http://me:secret@host",
+        "http://ho\nst",
     ],
 )
 def test_an_address_that_is_none_is_refused_in_one_line(urls: str) -> None:

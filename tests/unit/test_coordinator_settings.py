@@ -41,6 +41,8 @@ from tests.support.secret_files import secret_file
         {"url": "http://host\r\nX: y"},
         {"url": "http://h\u00f6st"},
         {"url": "http://host\0"},
+        {"url": "http://host:0"},
+        {"url": "http://a..b"},
     ],
 )
 def test_a_value_out_of_range_is_refused_in_one_line_that_names_the_flag(flags: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ from floodplain.cluster.bulk.wire import (
 from floodplain.cluster.wire.frames import FrameSocket
 from floodplain.cluster.wire.stage_link import HELLO_TIMEOUT_S
 from floodplain.core.errors import InvariantError, PeerLost
+from floodplain.web.address import host_port
 
 
 class NotServed(LookupError):
@@ -118,8 +119,7 @@ class BulkServer:
     ) -> None:
         if not 0 < chunk_bytes <= MAX_CHUNK_BYTES:
             raise InvariantError(f"a chunk has 1 to {MAX_CHUNK_BYTES} bytes, not {chunk_bytes}")
-        host, port = listener.getsockname()[:2]
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.address = host_port(*listener.getsockname()[:2])
         self._listener, self._gate = listener, gate
         self._chunk_bytes, self._stall_s = chunk_bytes, stall_s
         self._stores: dict[str, ServedStore] = {}

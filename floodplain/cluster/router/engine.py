@@ -28,6 +28,7 @@ from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.engine.stage_build import cut_model
 from floodplain.live.rows import LiveView
 from floodplain.model.weights.open_model import open_model
+from floodplain.web.address import host_port
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ class ClusterEngine:
         await self.router.start(self._sock)
         host, port = self._sock.getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        self._launcher.start(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        self._launcher.start(host_port(host, port))
         while self.failure is None and not self._is_draining and not self._is_started:
             await self._change.wait()
             self._change.clear()
