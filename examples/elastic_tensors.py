@@ -7,14 +7,15 @@ the address of a ``floodplain coordinator``.
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
 
 from floodplain import ElasticPool, HostPeerMemory
+from floodplain.core.errors import UserError
 from floodplain.lending.agent import LeaseAgent
 from floodplain.lending.client import CoordinatorClient
 from floodplain.lending.elastic import PageMoves
@@ -53,7 +54,18 @@ def descend(model: torch.nn.Module, momentum: torch.Tensor) -> None:
         first += parameter.numel()
 
 
-def main(coordinator: str | None) -> None:
+def main() -> None:
+    """Read the command line, and print the loss."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("coordinator", nargs="?", metavar="URL", help="address of a coordinator (default: none)")
+    coordinator = parser.parse_args().coordinator
+    try:
+        print(f"loss {train_with(coordinator):.4f}")
+    except UserError as error:
+        raise SystemExit(f"{parser.prog}: {error}") from None
+
+
+def train_with(coordinator: str | None) -> float:
     """Train with what neighbours lend; without a coordinator there are no lenders, and the loss is the same."""
     with ExitStack() as stack:
         client = Membership("alone", "alone")  # without an agent, nothing is ever granted
@@ -61,9 +73,8 @@ def main(coordinator: str | None) -> None:
             client = stack.enter_context(
                 LeaseAgent(CoordinatorClient(coordinator), f"trainer-{os.getpid()}")
             ).membership
-        loss = train(client, HostPeerMemory(), 200, report=lambda moves: None)
-    print(f"loss {loss:.4f}")
+        return train(client, HostPeerMemory(), 200, report=lambda moves: None)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    main()

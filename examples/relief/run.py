@@ -11,6 +11,7 @@ had no burst, and the router's own counters.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -38,6 +39,7 @@ CALM_S, LIMIT_S = 60.0, 240.0
 
 def main() -> None:
     """Serve the burst, and check every token; exits with 1 if one is wrong."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     prompts = [
         [100 + (7 * number + 5 * place) % 400 for place in range(NUM_PROMPT_TOKENS)] for number in range(NUM_STREAMS)
     ]

@@ -1,8 +1,10 @@
-"""The example of elastic tensors: training gives the same loss while their memory moves."""
+"""Examples explain themselves; in that of elastic tensors training gives the same loss while their memory moves."""
 
 from __future__ import annotations
 
 import importlib.util
+import runpy
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +17,7 @@ from floodplain.memory.peer.memory import HostPeerMemory
 from tests.support.lease_client import Clock, Coordinator, InProcessClient, Producer
 
 FOLDER = Path(__file__).parents[2] / "examples"
+PROGRAMS = [path for path in sorted(FOLDER.rglob("*.py")) if 'if __name__ == "__main__":' in path.read_text()]
 
 
 @pytest.fixture
@@ -24,6 +27,24 @@ def example() -> Iterator[ModuleType]:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     yield module
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: str(path.relative_to(FOLDER)))
+@pytest.mark.parametrize(("argument", "status"), [("--help", 0), ("--nonsense", 2)])
+def test_examples_answer_help_and_refuse_unknown_arguments(
+    path: Path, argument: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(path), argument])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(path), run_name="__main__")
+    out, err = capsys.readouterr()
+    assert caught.value.code == status and (out or err).startswith("usage: ")
+
+
+def test_an_address_that_is_none_is_refused_in_one_line(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["elastic_tensors.py", "nonsense"])
+    with pytest.raises(SystemExit, match=r"^elastic_tensors.py: [^\n]*'nonsense' is no address[^\n]*$"):
+        example.main()
 
 
 def test_momentum_may_come_and_go_and_the_loss_is_the_same(example: ModuleType, tmp_path: Path) -> None:
