@@ -9,7 +9,9 @@ import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from floodplain.core.errors import PeerLost, ShuttingDown, UserError
@@ -52,6 +54,7 @@ class AsyncEngine:
         self._by_seq: dict[SeqId, Caller] = {}
         self._callers: set[Caller] = set()
         self._pauses: list[Pause] = []
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="new structures")
         self._is_empty = asyncio.Event()
         self._subscribers: list[Callable[[EndedRequest], None]] = []
         self._first_subscribers: list[OnFirstToken] = []
@@ -135,6 +138,7 @@ class AsyncEngine:
             await asyncio.to_thread(self._thread.join)
             self._thread = None
         self._fail(self.failure or RuntimeError("the engine is closed"))
+        self._compiling.shutdown(wait=False)
         self.engine.close()
 
     # -- requests --------------------------------------------------------------------------------------------------
@@ -145,7 +149,8 @@ class AsyncEngine:
         """Stream one request. Closing the iterator aborts it: its blocks are free within one step.
 
         ``on_added`` is called on the engine's thread before a step can schedule the request, then ``on_accepted`` on
-        the event loop. Raises RequestRefused, QueueFull, or ShuttingDown while it drains.
+        the event loop. Raises RequestRefused, QueueFull, or ShuttingDown while it drains; UserError if the request's
+        structure cannot be followed.
         """
         if self._loop is None or self.failure is not None or self._is_closing:
             raise RuntimeError("the engine is not running") from self.failure
@@ -153,8 +158,11 @@ class AsyncEngine:
             raise ShuttingDown("the server is shutting down: send the request elsewhere")
         caller = Caller(request, self._loop.create_future(), on_added)
         self._callers.add(caller)
-        self._inbox.put(lambda: self._submit(caller))
         try:
+            if request.params.structure is not None:  # a large one takes seconds, and no step shall wait for it
+                check = partial(self.engine.grammars.check, request.params.structure)
+                await self._loop.run_in_executor(self._compiling, check)
+            self._inbox.put(lambda: self._submit(caller))
             await caller.accepted
             on_accepted()
             delta = await caller.next_delta()

@@ -26,7 +26,7 @@ from floodplain.engine.step_meter import StepMeter
 from floodplain.engine.text_stream import TextStream
 from floodplain.lending.neighbours import LeaseFacts, Neighbours
 from floodplain.memory.swap_space import SwapStats
-from floodplain.model.structure import grammars_of
+from floodplain.model.structure import Grammars, grammars_of
 from floodplain.model.token_history import with_bad_tokens
 from floodplain.model.tokenizer import Tokenizer
 from floodplain.runtime.driver import StepDriver
@@ -181,6 +181,11 @@ class Engine:
             if self.neighbours is not None:
                 self.neighbours.retire()
 
+    @property
+    def grammars(self) -> Grammars:
+        """The grammars of structured requests."""
+        return grammars_of(self.tokenizer, self.vocab_size)
+
     def check(self, request: Request) -> None:
         """Check that a request can be served. Raises RequestRefused, with the numbers, if it never can."""
         self.loop.check(self._with_checked_tokens(request))
@@ -201,7 +206,7 @@ class Engine:
         request = request if params is request.params else replace(request, params=params)
         request.check_tokens(self.vocab_size, self.tokenizer.eos_token_ids)
         if params.structure is not None:
-            grammars_of(self.tokenizer, self.vocab_size).check(params.structure)
+            self.grammars.check(params.structure)
         return request
 
     def finish(self, seq_id: SeqId, reason: FinishReason) -> bool:

@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 
 from floodplain.bench.offline import run_offline
-from floodplain.core.errors import QueueFull, RequestRefused, ShuttingDown
+from floodplain.core.errors import QueueFull, RequestRefused, ShuttingDown, UserError
 from floodplain.core.lifecycle import EndedRequest, Lifecycle
 from floodplain.core.request import Goals, Request, SeqId
-from floodplain.core.sampling import SamplingParams
+from floodplain.core.sampling import SamplingParams, Structure, StructureKind
 from floodplain.engine import async_engine
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.llm import LLM
 from floodplain.engine.outputs import OutputDelta
+from floodplain.model import structure as structure_module
 from floodplain.workload.records import LoadRequest
 from tests.support.cluster_peers import until
 from tests.support.waiting import HANG_S
@@ -95,6 +96,35 @@ def test_stream_equals_generate() -> None:
     assert [token for delta in deltas for token in delta.token_ids] == whole.token_ids
     assert "".join(delta.text for delta in deltas) == whole.text
     assert [delta.finish_reason for delta in deltas] == [None] * 19 + ["length"]
+
+
+async def test_requests_go_on_while_a_structure_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiles, may_end, grammar_of = asyncio.Event(), threading.Event(), structure_module._grammar
+    loop = asyncio.get_running_loop()
+
+    def slow_grammar_of(structure: Structure) -> str:
+        loop.call_soon_threadsafe(compiles.set)
+        assert may_end.wait(HANG_S)
+        return grammar_of(structure)
+
+    monkeypatch.setattr(structure_module, "_grammar", slow_grammar_of)
+    structure = Structure(StructureKind.REGEX, "(going|gone) on")  # in no other test: it is compiled here
+    async with running() as engine:
+        structured = asyncio.create_task(collect(engine, SamplingParams(temperature=0.0, structure=structure)))
+        try:
+            await compiles.wait()
+            assert len(await collect(engine, greedy(9))) == 9
+            assert not structured.done() and engine.num_live == 1
+        finally:
+            may_end.set()
+        assert "".join(delta.text for delta in await structured) in ("going on", "gone on")
+
+
+async def test_a_structure_that_cannot_be_followed_is_refused() -> None:
+    async with running() as engine:
+        with pytest.raises(UserError, match="its regex cannot be followed"):
+            await collect(engine, SamplingParams(structure=Structure(StructureKind.REGEX, "(")))
+        assert engine.num_live == 0
 
 
 async def test_the_loop_gets_the_callers_request_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
