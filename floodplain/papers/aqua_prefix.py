@@ -7,16 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from floodplain.core.plan import StepPlan
-from floodplain.core.request import Request
-from floodplain.core.sampling import SamplingParams
 from floodplain.core.tiers import Link, Tier
 from floodplain.cost.link import LINKS
 from floodplain.cost.step_time import StepTimer
 from floodplain.papers.claims import Figure, Measured, Picture, Statement, Unknown
 from floodplain.papers.serving import SHAREGPT, poisson_rows, scenario_of, serve_rows
 from floodplain.policy.fcfs import FcfsPolicy
-from floodplain.runtime.state import LoopConfig
-from floodplain.sim.machine import Machine, resolve_machine
+from floodplain.sim.load import Load
+from floodplain.sim.machine import loop_config, resolve_machine
+from floodplain.sim.scenario import Scenario
 from floodplain.sim.serving import VirtualDevice, serve
 from floodplain.workload.traces import MOONCAKE_BLOCK_TOKENS, TraceRow
 
@@ -47,13 +46,13 @@ def make_rows(seed: int) -> list[TraceRow]:
 
 def measure_prefix(bandwidth: float, seed: int) -> Measured:
     """Serve the requests with a load at each hit, for which all others wait, and as Floodplain serves them."""
-    rows, machine = make_rows(seed), resolve_machine(scenario_of(SCENARIO))
-    prefix_bytes = SHARED // BLOCK_TOKENS * machine.block_bytes
+    rows, scenario = make_rows(seed), scenario_of(SCENARIO)
+    prefix_bytes = SHARED // BLOCK_TOKENS * resolve_machine(scenario).block_bytes
     nvlink_s = LINKS["nvlink4"].inbound.time_s(prefix_bytes)
     own = serve_rows(SCENARIO | {"engine": ENGINE | {"policy": "timely"}}, rows)
     ttft_s: dict[str, Sequence[float]] = {
-        DRAM: serve_blocking(machine, rows, prefix_bytes / bandwidth),
-        AQUA: serve_blocking(machine, rows, nvlink_s),
+        DRAM: serve_blocking(scenario, rows, prefix_bytes / bandwidth),
+        AQUA: serve_blocking(scenario, rows, nvlink_s),
         OWN: own.ttft_s,
     }
     hits = [number for number, row in enumerate(rows) if row.prefix_ids][1:]
@@ -74,34 +73,18 @@ def measure_prefix(bandwidth: float, seed: int) -> Measured:
     )
 
 
-def serve_blocking(machine: Machine, rows: Sequence[TraceRow], load_s: float) -> list[float]:
+def serve_blocking(scenario: Scenario, rows: Sequence[TraceRow], load_s: float) -> list[float]:
     """TTFT of each request if the step that begins a hit takes ``load_s`` longer."""
-    requests = [
-        Request(
-            request_id=str(number),
-            prompt_token_ids=(1,) * len(row.prefix_ids) * MOONCAKE_BLOCK_TOKENS
-            + (2 + number,) * (row.prompt_tokens - len(row.prefix_ids) * MOONCAKE_BLOCK_TOKENS),
-            params=SamplingParams(max_tokens=row.output_tokens, ignore_eos=True, temperature=0.0),
-            arrival_s=row.arrival_s,
-        )
-        for number, row in enumerate(rows)
-    ]
-    config = LoopConfig(
-        max_model_len=machine.max_model_len,
-        max_batched_tokens=CHUNK,
-        max_num_seqs=256,
-        max_waiting=len(rows),
-        block_bytes=machine.block_bytes,
-    )
+    machine = resolve_machine(scenario)
     device = VirtualDevice(
         step_time_s=_with_loads(StepTimer(machine.cost).time_s, load_s),
         num_blocks=machine.num_blocks,
         block_tokens=BLOCK_TOKENS,
-        config=config,
+        config=loop_config(scenario, machine),
         link=Link(Tier.HOST, 1e9),
         num_swap_slots=0,
     )
-    lives = serve(requests, FcfsPolicy(), device).lifecycles
+    lives = serve(Load(scenario, rows), FcfsPolicy(), device).lifecycles
     return [life.token_times_s[0] - life.arrival_s for life in lives]
 
 

@@ -22,7 +22,6 @@ from floodplain.papers.pie_serving import AT_ONCE, Case, log_normal
 from floodplain.papers.pie_serving import SHAREGPT as PIE_LOAD
 from floodplain.papers.registry import FIGURES
 from floodplain.papers.serving import ARXIV, SHAREGPT, Burst, Lengths, Served, poisson_rows, scenario_of
-from floodplain.sim.machine import resolve_machine
 from floodplain.workload.traces import TraceRow
 
 # -- loads: a burst's phases and its pause, and lengths by their quantiles ---------------------------------------------
@@ -80,9 +79,9 @@ def test_layers_that_do_not_fit_stream() -> None:
 
 
 def test_a_prefix_is_loaded_at_each_hit_and_not_by_the_first() -> None:
-    machine = resolve_machine(scenario_of(SCENARIO))
+    scenario = scenario_of(SCENARIO)
     rows = [TraceRow(10.0 * number, 1200, 5, (1, 2) * (number != 2)) for number in range(4)]
-    plain, loaded = serve_blocking(machine, rows, 0.0), serve_blocking(machine, rows, 1.0)
+    plain, loaded = serve_blocking(scenario, rows, 0.0), serve_blocking(scenario, rows, 1.0)
     assert [b - a for a, b in zip(plain, loaded, strict=True)] == pytest.approx([0.0, 1.0, 0.0, 1.0])
     assert plain[1] < plain[0]  # what is shared is not computed again
 
