@@ -47,10 +47,13 @@ RELOCATED_BLOCKS = 64
 class Fleet:
     """All instances behind a dispatcher. A request of an instance that dies is computed again on another one.
 
+    Args:
+        on_answer: Called with each request that has ended, its lifecycles (one for each instance that had it), and why
+            it was refused (None: it was not).
+        environment: Of other fleets, too; None: its own.
+        on_start: Called with the number and the engine of an instance that starts; returns what to call at its death.
+
     Attributes:
-        refused: Why requests were refused, by their ids.
-        on_answer: Called with each request that has ended, its lifecycles, and why it was refused (None: it was not).
-            With it neither of them is kept here.
         recalls_s: Seconds from each recall of lent memory until it was free.
         groups: Has instances drop and restore layers; None without relief.
         engines: All engines, dead ones included; of relief the groups, too.
@@ -61,13 +64,12 @@ class Fleet:
         self,
         scenario: Scenario,
         machine: Machine,
+        on_answer: Callable[[Request, Sequence[Lifecycle], str | None], object],
         environment: Environment | None = None,
         on_start: Callable[[int, VirtualInstance], Callable[[], None]] | None = None,
     ) -> None:
         self.environment, self.timeline = environment or Environment(), Timeline()
-        self._on_start = on_start
-        self.refused: dict[str, str] = {}
-        self.on_answer: Callable[[Request, Sequence[Lifecycle], str | None], object] | None = None
+        self._on_answer, self._on_start = on_answer, on_start
         self.recalls_s: list[float] = []
         self._scenario, self._machine = scenario, machine
         self._cluster = VirtualCluster(self.environment)
@@ -112,10 +114,6 @@ class Fleet:
         """Have an instance die at a time, and an empty one take its place ``down_s`` seconds later."""
         self.environment.schedule(at_s, partial(self._stop, slot))
         self.environment.schedule(at_s + down_s, partial(self._restart, slot))
-
-    def lives_of(self, request: Request) -> list[Lifecycle]:
-        """The lifecycles of a request, one for each instance that had it; none if it was refused."""
-        return self._cluster.stories.get(request.request_id, [])
 
     @property
     def events(self) -> str:
@@ -173,24 +171,17 @@ class Fleet:
         try:
             self.engines[0].loop.check(request)
         except RequestRefused as error:
-            self._refuse(request, str(error))
+            self._on_answer(request, (), str(error))
             return False
         if self.groups is not None:
             self.groups.note_arrival(request)
         self._cluster.submit(request)
         return True
 
-    def _refuse(self, request: Request, error: str) -> None:
-        if self.on_answer is None:
-            self.refused[request.request_id] = error
-        else:
-            self.on_answer(request, (), error)
-
     def _note_ended(self, ended: Sequence[Request]) -> None:
         self._arrivals.note_ended(len(ended))
-        if self.on_answer is not None:
-            for request in ended:
-                self.on_answer(request, self._cluster.stories.pop(request.request_id), None)
+        for request in ended:
+            self._on_answer(request, self._cluster.stories.pop(request.request_id), None)
 
     def _start(self, slot: int) -> _Life:
         instance = self._add_instance()

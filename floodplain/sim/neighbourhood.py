@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from floodplain.core.errors import InvariantError
 from floodplain.core.request import Request
+from floodplain.sim.answers import Answers
 from floodplain.sim.environment import Environment
 from floodplain.sim.fleet import Fleet
 from floodplain.sim.instance import VirtualInstance
@@ -20,20 +21,20 @@ STUCK_S = 3600.0
 
 
 class Neighbourhood:
-    """A fleet that borrows, fleets that lend to it, and the leases between them."""
+    """A fleet that borrows, fleets that lend to it, and the leases between them; each has its ``Answers``."""
 
-    def __init__(self, scenario: Scenario, machine: Machine) -> None:
+    def __init__(self, scenario: Scenario, machine: Machine, answers: Answers, theirs: Mapping[str, Answers]) -> None:
         assert scenario.borrow is not None
         self._environment = environment = Environment()
         self.leasing = Leasing(environment, scenario.coordinator, scenario.borrow)
         self.lenders: dict[str, Fleet] = {}
         for name, part in scenario.lenders.items():
-            self.lenders[name] = self._open_lender(name, part)
+            self.lenders[name] = self._open_lender(name, part, theirs[name])
 
         def borrow(slot: int, instance: VirtualInstance) -> Callable[[], None]:
             return self.leasing.borrow(f"{INSTANCE}-{slot}", instance, machine.block_bytes)
 
-        self.fleet = Fleet(scenario, machine, environment, borrow)
+        self.fleet = Fleet(scenario, machine, answers.note, environment, borrow)
         for fault in scenario.faults:
             if fault.server is not None:
                 self._fail(scenario.servers[fault.server], fault)
@@ -54,13 +55,13 @@ class Neighbourhood:
                 raise InvariantError(f"at {end_s:g} s of the simulation requests wait, and no step can run")
         self.leasing.coordinator.is_over = True
 
-    def _open_lender(self, group: str, part: Scenario) -> Fleet:
+    def _open_lender(self, group: str, part: Scenario, answers: Answers) -> Fleet:
         machine = resolve_machine(part)
 
         def lend(slot: int, instance: VirtualInstance) -> Callable[[], None]:
             return self.leasing.lend(f"{group}-{slot}", instance, machine.block_bytes)
 
-        return Fleet(part, machine, self._environment, lend)
+        return Fleet(part, machine, answers.note, self._environment, lend)
 
     def _fail(self, server: Iterable[str], fault: FaultPart) -> None:
         """Have all engines of a server die, and what lenders there have lent be lost."""

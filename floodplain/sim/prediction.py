@@ -11,7 +11,7 @@ from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.plan import TransferKind
 from floodplain.observe.residence import residence_columns
 from floodplain.observe.result import EngineReport, HardwareReport, RunInfo, SwapReport
-from floodplain.sim.answers import Answers, EachAnswer, SummedAnswers, record_of
+from floodplain.sim.answers import Answers, EachAnswer, SummedAnswers
 from floodplain.sim.fleet import Fleet
 from floodplain.sim.load import Load
 from floodplain.sim.machine import Machine, resolve_machine
@@ -80,18 +80,14 @@ def _expect(scenario: Scenario, load: Load) -> Answers:
 def _serve(scenario: Scenario, machine: Machine, load: Load, answers: Answers) -> tuple[Fleet, dict[str, Any]]:
     """The fleet that has served the requests; if it borrowed, also facts of the leases and of the lenders."""
     if not scenario.lenders:
-        fleet = Fleet(scenario, machine)
-        fleet.on_answer = answers.note
+        fleet = Fleet(scenario, machine, answers.note)
         fleet.serve(load)
         return fleet, {}
     from floodplain.sim.neighbourhood import Neighbourhood  # imports torch
 
     loads = {name: Load(part) for name, part in scenario.lenders.items()}
     theirs = {name: _expect(part, loads[name]) for name, part in scenario.lenders.items()}
-    world = Neighbourhood(scenario, machine)
-    world.fleet.on_answer = answers.note
-    for name, fleet in world.lenders.items():
-        fleet.on_answer = theirs[name].note
+    world = Neighbourhood(scenario, machine, answers, theirs)
     world.serve(load, loads)
     infos = {name: _info(part, resolve_machine(part), loads[name]) for name, part in scenario.lenders.items()}
     got = {name: _for_users(one.result(infos[name])) for name, one in theirs.items()}
@@ -122,13 +118,10 @@ def _info(scenario: Scenario, machine: Machine, load: Load) -> RunInfo:
 
 
 def _serve_alone(scenario: Scenario, machine: Machine, load: Load) -> list[RequestRecord]:
-    alone, records = scenario.alone(), []
+    alone, answers = scenario.alone(), EachAnswer(load)
     for request in load.sample(NUM_LONE):
-        fleet = Fleet(alone, machine)
-        fleet.serve([request])
-        lives, error = fleet.lives_of(request), fleet.refused.get(request.request_id)
-        records.append(record_of(request, request.arrival_s, lives, error))
-    return records
+        Fleet(alone, machine, answers.note).serve([request])
+    return list(answers.records.values())
 
 
 def _report(fleet: Fleet, cpu_s: float) -> EngineReport:

@@ -104,7 +104,7 @@ def test_what_a_failed_server_has_lent_is_lost_and_computed_again(tmp_path: Path
 
 def test_a_lenders_pool_gives_way_down_to_what_is_used_and_takes_all_back(tmp_path: Path) -> None:
     machine = resolve_machine(lend(tmp_path, QUIET).lenders["chat"])
-    fleet = Fleet(lend(tmp_path, QUIET).lenders["chat"], machine)
+    fleet = Fleet(lend(tmp_path, QUIET).lenders["chat"], machine, lambda *_: None)
     loop = fleet.engines[0].loop
     pool = VirtualPool(loop, machine.block_bytes, least_blocks=75)
     used = loop.state.ledger.allocate(200)

@@ -130,7 +130,7 @@ def test_swap_space_replaces_recomputation(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
 def test_requests_that_arrive_in_one_step_are_spread_over_instances(tmp_path: Path, scheduling: str) -> None:
     scenario = make(tmp_path, StepCost(base_s=1.0), {"scheduling": scheduling}, instances=2)
-    fleet = Fleet(scenario, resolve_machine(scenario))
+    fleet = Fleet(scenario, resolve_machine(scenario), lambda *_: None)
     fleet.serve(Load(scenario, [TraceRow(0.01 * place, 300, 3) for place in range(8)]))
     assert [engine.loop.num_submitted for engine in fleet.engines] == [4, 4]
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from floodplain.core.errors import UserError
-from floodplain.core.lifecycle import residence_s
+from floodplain.core.lifecycle import Lifecycle, residence_s
+from floodplain.core.request import Request
 from floodplain.cost.step_time import StepCost
 from floodplain.runtime.handover import Record, take_records
 from floodplain.runtime.loop import Loop
@@ -37,8 +39,20 @@ def make(folder: Path, relief: dict[str, Any] | None, cost: StepCost = BASED, **
     return make_scenario(content | changes | ({} if relief is None else {"relief": relief}), "test", folder)
 
 
-def serve(scenario: Scenario) -> Fleet:
-    fleet = Fleet(scenario, resolve_machine(scenario))
+class KeepingFleet(Fleet):
+    """A fleet that keeps the lifecycles of each request, by its id."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.lives: dict[str, Sequence[Lifecycle]] = {}
+        super().__init__(scenario, resolve_machine(scenario), self._keep)
+
+    def _keep(self, request: Request, lives: Sequence[Lifecycle], _: str | None) -> None:
+        assert request.request_id not in self.lives, "answered twice"
+        self.lives[request.request_id] = lives
+
+
+def serve(scenario: Scenario) -> KeepingFleet:
+    fleet = KeepingFleet(scenario)
     fleet.serve(Load(scenario))
     return fleet
 
@@ -48,10 +62,10 @@ def kinds(fleet: Fleet) -> list[tuple[bool, int]]:
     return [(one.is_drop, len(one.instances)) for one in fleet.groups.transitions]
 
 
-def check(scenario: Scenario, fleet: Fleet) -> None:
+def check(scenario: Scenario, fleet: KeepingFleet) -> None:
     """Every request has its tokens, in order; no engine holds a block of a request that ended."""
     for request in Load(scenario):
-        lives = fleet.lives_of(request)
+        lives = fleet.lives[request.request_id]
         times = [when for life in lives for when in life.token_times_s]
         assert len(times) == request.params.max_tokens and times == sorted(times) and times[0] > request.arrival_s
         assert all(residence_s(life) for life in lives if life.token_times_s)
@@ -82,7 +96,7 @@ def test_every_request_gets_its_tokens_across_a_drop_and_a_restore(
 
 
 def test_a_pause_waits_for_copies_that_are_under_way(tmp_path: Path) -> None:
-    instance = Fleet(scenario := make(tmp_path, None), resolve_machine(scenario)).engines[0]
+    instance = KeepingFleet(make(tmp_path, None)).engines[0]
     calls, instance._driver.num_copying = list[str](), 1
     instance.pause(lambda: calls.append("paused"))
     assert not calls
@@ -121,7 +135,7 @@ def test_a_request_alone_takes_its_steps_through_all_stages(tmp_path: Path, num_
     load = {"request_rate": 1.0, "num_prompts": 1, "goodput": ["ttft:2000"], "max_output": 100}
     scenario = make(tmp_path, relief, instances=num_stages, workload=load)
     (request,) = Load(scenario)
-    (life,) = serve(scenario).lives_of(request)
+    (life,) = serve(scenario).lives[request.request_id]
     steps_s = BASED.base_s * (2 * num_stages - 1) / num_stages + len(request.prompt_token_ids) * BASED.prefill_token_s
     steps_s += (request.params.max_tokens - 1) * (BASED.base_s + BASED.decode_s)
     assert life.token_times_s[-1] - life.arrival_s == pytest.approx(steps_s, rel=1e-3)
