@@ -13,7 +13,7 @@ from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.tiers import Direction
 from floodplain.memory.cuda.device import CudaDevice
-from floodplain.memory.cuda.transfer import open_pool_copies
+from floodplain.memory.cuda.transfer import open_copies
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import SwapSlots
@@ -57,7 +57,7 @@ class EngineLink:
         homes, sources = tuple(range(count)), tuple(range(count, 2 * count))
         self._copies = {OUT: BlockCopy(OUT, near, homes), IN: BlockCopy(IN, far, sources)}
         staging_blocks = max(1, staging_bytes // pool.layout.block_bytes)
-        self._engine = open_pool_copies(pool, pool.device.torch_device, slots, staging_blocks).start()
+        self._engine = open_copies(pool, pool.device.torch_device, slots, staging_blocks).start()
         self._run(BlockCopy(OUT, far, sources))
 
     def copy(self, directions: tuple[Direction, ...]) -> None:

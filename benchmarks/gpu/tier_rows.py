@@ -22,7 +22,7 @@ from floodplain.memory.arena import Device
 from floodplain.memory.cuda.device import CudaDevice, measure_context_bytes
 from floodplain.memory.cuda.driver import CudaDriver
 from floodplain.memory.cuda.peer import CudaPeerMemory, claim_cuda_home
-from floodplain.memory.cuda.transfer import CudaTransferEngine, PeerWire, PinnedWire, PoolEnd, Wire, open_pool_copies
+from floodplain.memory.cuda.transfer import CudaTransferEngine, PeerWire, PinnedWire, PoolEnd, Wire, open_copies
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.peer.slots import PeerSlots
@@ -101,7 +101,7 @@ def measure_tiers(pool: KVPool, places: list[Place], seed: int) -> Iterator[Row]
     amount = len(blocks) * pool.layout.block_bytes / 1e9
     for place in places:
         slots = place.open_slots(pool.layout, len(blocks), max(1, CHUNK_BYTES // pool.layout.block_bytes))
-        engine = open_pool_copies(pool, pool.device.torch_device, slots, staging_blocks).start()
+        engine = open_copies(pool, pool.device.torch_device, slots, staging_blocks).start()
         try:
             samples = _time_swaps(
                 engine, [(tuple(blocks[part]), tuple(range(part.start, part.stop))) for part in parts]

@@ -22,7 +22,7 @@ from floodplain.memory.host_memory import available_bytes
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
-from floodplain.memory.swap_space import SwapSpace, SwapTier
+from floodplain.memory.swap_space import SwapSpace
 from floodplain.memory.transfer import BlockCopy, CopyEngine
 
 DEFAULT_POOL_FACTOR = 8
@@ -69,7 +69,7 @@ def open_swap(config: EngineConfig, pool: KVPool, backend: Backend) -> OpenedSwa
     with ExitStack() as on_failure:
         slots, host = backend.open_host_tier(pool, num_slots, emulated)
         on_failure.callback(host.slots.close)
-        on_failure.callback(host.engine.close)
+        on_failure.callback(host.close)
         link, facts = _describe_link(emulated, pool, host)
         opened = OpenedSwap(
             SwapSpace({Tier.HOST: host}), (SlotLedger(Tier.HOST, num_slots),), (link,), (facts,), None, slots
@@ -87,7 +87,7 @@ def _add_peer_tier(
     pool: KVPool,
     host_slots: SwapSlots,
     peer_bytes: int,
-    host: SwapTier,
+    host: CopyEngine[Any],
     emulated: EmulatedLink | None,
 ) -> OpenedSwap:
     """Add a tier of slots on neighbours as the nearest one; it has no slots until leases are granted."""
@@ -108,16 +108,16 @@ def _add_peer_tier(
     )
 
 
-def measure_bandwidth(tier: SwapTier, num_blocks: int, num_repeats: int = 3) -> float:
+def measure_bandwidth(tier: CopyEngine[Any], num_blocks: int, num_repeats: int = 3) -> float:
     """Measured bytes per second of copying the pool's first blocks, the slower direction. Empties all slots."""
     num_bytes = num_blocks * tier.slots.layout.block_bytes
     ids = tuple(range(num_blocks))
     best_s = [
-        min(_time_s(tier.engine, BlockCopy(direction, ids, ids)) for _ in range(num_repeats))
+        min(_time_s(tier, BlockCopy(direction, ids, ids)) for _ in range(num_repeats))
         for direction in (Direction.OUTBOUND, Direction.INBOUND)
     ]
     tier.slots.digests[:] = EMPTY_DIGEST
-    tier.engine.take_copy_times()  # dropped: measured on an idle machine with cold caches, so no basis for prices
+    tier.take_copy_times()  # dropped: measured on an idle machine with cold caches, so no basis for prices
     return num_bytes / max(best_s)
 
 
@@ -159,7 +159,7 @@ def _emulation_scale(layout: KVLayout) -> float:
     return common_scale(LINKS.values(), measure_copy_bandwidth(layout))
 
 
-def _describe_link(emulated: EmulatedLink | None, pool: KVPool, tier: SwapTier) -> tuple[Link, dict[str, Any]]:
+def _describe_link(emulated: EmulatedLink | None, pool: KVPool, tier: CopyEngine[Any]) -> tuple[Link, dict[str, Any]]:
     if emulated is not None:
         return _describe_emulated(emulated)
     most = max(1, LINK_STAGING_BYTES // pool.layout.block_bytes)

@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from floodplain.core.tiers import Tier
 from floodplain.leases.states import LeaseId
@@ -20,10 +21,9 @@ from floodplain.memory.backend import Backend
 from floodplain.memory.host.emulated_link import LinkPair
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.peer.memory import PeerMemory
-from floodplain.memory.peer.slots import PeerSlots, SlotMover
+from floodplain.memory.peer.slots import PeerSlots, SlotMover, SlotStore
 from floodplain.memory.swap_slots import SwapSlots
-from floodplain.memory.swap_space import SwapTier
-from floodplain.memory.transfer import BlockStore
+from floodplain.memory.transfer import BlockStore, CopyEngine
 from floodplain.runtime.relocations import Relocations
 
 logger = logging.getLogger(__name__)
@@ -48,14 +48,15 @@ class PeerParts:
 
 def open_peer_parts(
     backend: Backend, pool: BlockStore, host: SwapSlots, num_bytes: int, links: LinkPair | None = None
-) -> tuple[SwapTier, PeerParts]:
+) -> tuple[CopyEngine[Any], PeerParts]:
     """Open the PEER tier of an engine for at most ``num_bytes``, without memory; copies are paced by ``links``, if any.
 
     UserError if this process can borrow from none of the devices that it sees.
     """
     memory, slots = backend.open_peer_memory(), _make_slots(pool.layout, num_bytes)
-    tier = backend.open_peer_tier(pool, slots, None if links is None else links.peer)
-    return tier, PeerParts(memory, slots, backend.open_slot_mover(host, slots, BLOCKS_PER_RELOCATION, links))
+    tier = backend.open_copies(pool, slots, None if links is None else links.peer)
+    relocations = backend.open_copies(SlotStore(host), slots, links, BLOCKS_PER_RELOCATION)
+    return tier, PeerParts(memory, slots, SlotMover(host, slots, relocations))
 
 
 def _make_slots(layout: KVLayout, num_bytes: int) -> PeerSlots:

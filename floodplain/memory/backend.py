@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -12,10 +12,9 @@ from floodplain.memory.host.emulated_link import EmulatedLink, LinkPair
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.layer_line import LayerLine
 from floodplain.memory.peer.memory import PeerMemory
-from floodplain.memory.peer.slots import PeerSlots, SlotMover
+from floodplain.memory.peer.slots import PeerSlots
 from floodplain.memory.swap_slots import SwapSlots
-from floodplain.memory.swap_space import SwapTier
-from floodplain.memory.transfer import BlockStore
+from floodplain.memory.transfer import BlockStore, CopyEngine
 
 LINK_STAGING_BYTES = 64 * 2**20
 """Gathered at a time on a device: NVLink reaches its full bandwidth with copies of this size (AQUA, section 7)."""
@@ -56,7 +55,7 @@ class Backend(Protocol):
 
     def open_host_tier(
         self, pool: BlockStore, num_slots: int, link: EmulatedLink | None = None
-    ) -> tuple[SwapSlots, SwapTier]:
+    ) -> tuple[SwapSlots, CopyEngine[Any]]:
         """Swap space in host memory for ``num_slots`` blocks, allocated now, and its started engine.
 
         On a CPU ``link`` paces the copies. Raises ``UserError`` if the system does not give that much memory.
@@ -74,13 +73,14 @@ class Backend(Protocol):
     def open_peer_memory(self) -> PeerMemory:
         """Memory of neighbours of the same kind; raises ``UserError`` if no visible device can be borrowed from."""
 
-    def open_peer_tier(self, pool: BlockStore, slots: PeerSlots, link: EmulatedLink | None = None) -> SwapTier:
-        """Swap space on neighbours, with its started engine; the arguments are as in ``open_host_tier``."""
+    def open_copies(
+        self,
+        store: BlockStore,
+        slots: PeerSlots,
+        link: EmulatedLink | LinkPair | None = None,
+        staging_blocks: int | None = None,
+    ) -> CopyEngine[Any]:
+        """A started engine for copies between ``store``, the pool or a ``SlotStore``, and slots on neighbours.
 
-    def open_slot_mover(
-        self, host: SwapSlots, peer: PeerSlots, staging_blocks: int, links: LinkPair | None = None
-    ) -> SlotMover:
-        """A started mover between swap space in host memory and on neighbours; CPU copies keep to ``links``.
-
-        On a GPU ``staging_blocks`` pass through its memory at a time, in each direction.
+        CPU copies keep to ``link``. On a GPU ``staging_blocks`` pass through its memory at a time, in each direction.
         """

@@ -1,4 +1,4 @@
-"""Swap space: its tiers, each with slots and the engine that copies between them and the KV pool."""
+"""Swap space: its tiers, each an engine that copies between the KV pool and the tier's slots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from floodplain.core.errors import InvariantError
 from floodplain.core.plan import Transfer, TransferKind
 from floodplain.core.tiers import CopyTime, Direction, Tier
-from floodplain.memory.swap_slots import EMPTY_DIGEST, Slots
+from floodplain.memory.swap_slots import EMPTY_DIGEST
 from floodplain.memory.transfer import BlockCopy, CopyEngine, CopyResult
 
 logger = logging.getLogger(__name__)
@@ -27,14 +27,6 @@ class Problem(Enum):
     DIGEST_MISMATCH = "digest_mismatch"
     EMPTY_SLOT = "empty_slot"
     NOT_COPIED = "not_copied"
-
-
-@dataclass(frozen=True, slots=True)
-class SwapTier:
-    """One tier: its slots, and the started engine that copies between them and the KV pool."""
-
-    slots: Slots
-    engine: CopyEngine[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +63,10 @@ class _Open:
 class SwapSpace:
     """Runs the transfers of step plans. One thread starts and polls; ``stats`` may be called from any.
 
-    ``tiers`` come nearest first; the swap space owns their engines and slots.
+    ``tiers`` come nearest first, as started engines; the swap space owns them and their slots.
     """
 
-    def __init__(self, tiers: Mapping[Tier, SwapTier]) -> None:
+    def __init__(self, tiers: Mapping[Tier, CopyEngine[Any]]) -> None:
         self._tiers = dict(tiers)
         self._open: dict[int, _Open] = {}
         self._moved_bytes = {(kind, tier): 0 for kind in TransferKind for tier in tiers}
@@ -92,19 +84,19 @@ class SwapSpace:
             wanted = [tier.value for tier in parts]
             raise InvariantError(f"transfer {transfer.transfer_id} to {wanted} cannot begin in this swap space")
         for tier, places in parts.items():
-            self._tiers[tier].engine.submit(transfer.transfer_id, _copy(transfer, places))
+            self._tiers[tier].submit(transfer.transfer_id, _copy(transfer, places))
         self._open[transfer.transfer_id] = _Open(transfer, parts)
 
     def poll(self) -> list[tuple[int, Sequence[int]]]:
         """Ended transfers: (id, places in ``Transfer.blocks`` of blocks that did not arrive whole, ascending)."""
-        return [ended for tier, one in self._tiers.items() for ended in self._take(tier, one.engine.poll())]
+        return [ended for tier, engine in self._tiers.items() for ended in self._take(tier, engine.poll())]
 
     def wait(self, timeout_s: float) -> list[tuple[int, Sequence[int]]]:
         """As ``poll``, but waits for the first to end; empty if none is under way or the time is over."""
         end_s = time.monotonic() + timeout_s
         ended = self.poll()
         while not ended and self._open and (left_s := end_s - time.monotonic()) > 0:
-            busy = [(tier, one.engine) for tier, one in self._tiers.items() if one.engine.num_in_flight]
+            busy = [(tier, engine) for tier, engine in self._tiers.items() if engine.num_in_flight]
             poll_s = left_s if len(busy) == 1 else min(left_s, _POLL_S)
             for tier, engine in busy:
                 ended += self._take(tier, engine.wait(poll_s))
@@ -112,13 +104,13 @@ class SwapSpace:
 
     def take_copy_times(self) -> list[CopyTime]:
         """How long links were busy with the copies that ended since the last call."""
-        return [copied for one in self._tiers.values() for copied in one.engine.take_copy_times()]
+        return [copied for engine in self._tiers.values() for copied in engine.take_copy_times()]
 
     def close(self) -> None:
         """Let the copies in flight end, and close engines and slots. Safe to call twice."""
-        for one in self._tiers.values():
-            one.engine.close()
-            one.slots.close()
+        for engine in self._tiers.values():
+            engine.close()
+            engine.slots.close()
         self._tiers.clear()
         self._open.clear()
 

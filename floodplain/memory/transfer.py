@@ -132,7 +132,7 @@ class CopyEngine(Generic[Job]):
     """
 
     def __init__(self, store: BlockStore, slots: Slots, open_lane: Callable[[Direction], Lane[Job]]) -> None:
-        self._store, self._slots = store, slots
+        self._store, self.slots = store, slots
         self._open_lane = open_lane
         self._lanes: dict[Direction, Lane[Job]] = {}
         self._jobs: dict[Direction, SimpleQueue[Job | None]] = {d: SimpleQueue() for d in Direction}
@@ -174,7 +174,7 @@ class CopyEngine(Generic[Job]):
     def submit(self, transfer_id: int, copy: BlockCopy) -> None:
         """Begin a copy and return at once; raises as ``check_copy``. An outbound copy sees what earlier steps wrote."""
         self._expect_alive()
-        check_copy(copy, self._store, self._slots)
+        check_copy(copy, self._store, self.slots)
         self._jobs[copy.direction].put(self._lanes[copy.direction].begin(transfer_id, copy))
         self._num_in_flight += 1
 

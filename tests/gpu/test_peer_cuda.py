@@ -20,11 +20,11 @@ from floodplain.core.tiers import Direction, Location, Tier
 from floodplain.memory.cuda.device import measure_context_bytes, open_cuda_device
 from floodplain.memory.cuda.driver import CudaDriver
 from floodplain.memory.cuda.peer import CudaPeerMemory, claim_cuda_home, find_cuda_home
-from floodplain.memory.cuda.transfer import CudaSlotMover, PeerWire, open_pool_copies
+from floodplain.memory.cuda.transfer import PeerWire, open_copies
 from floodplain.memory.digest import compute_digests, compute_weights
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
-from floodplain.memory.peer.slots import PeerSlots
+from floodplain.memory.peer.slots import PeerSlots, SlotMover, SlotStore
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
 from floodplain.memory.transfer import BlockCopy, CopyResult
 
@@ -47,8 +47,9 @@ class There:
         self.pool, self.producer = pool, producer
         self.memory = CudaPeerMemory(0, folder)
         self.peer, self.host = PeerSlots(LAYOUT, CHUNK_SLOTS, NUM_CHUNKS), SwapSlots(LAYOUT, NUM_SLOTS, is_pinned=True)
-        self.engine = open_pool_copies(pool, pool.device.torch_device, self.peer, STAGING_BLOCKS).start()
-        self.mover = CudaSlotMover(self.host, self.peer, pool.device.torch_device, STAGING_BLOCKS).start()
+        self.engine = open_copies(pool, pool.device.torch_device, self.peer, STAGING_BLOCKS).start()
+        relocations = open_copies(SlotStore(self.host), pool.device.torch_device, self.peer, STAGING_BLOCKS).start()
+        self.mover = SlotMover(self.host, self.peer, relocations)
         self._num_copies = 0
 
     def add(self, *chunks: int) -> None:

@@ -11,7 +11,7 @@ from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
 from floodplain.core.tiers import Direction
 from floodplain.memory.cuda.device import open_cuda_device
-from floodplain.memory.cuda.transfer import CudaTransferEngine, open_pool_copies
+from floodplain.memory.cuda.transfer import CudaTransferEngine, open_copies
 from floodplain.memory.digest import compute_digests, compute_weights
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
@@ -36,7 +36,7 @@ def bench() -> Iterator[Bench]:
         for words in pool.words:
             words[:NUM_BLOCKS].random_(-(2**31), 2**31)
         slots = SwapSlots(LAYOUT, NUM_SLOTS, is_pinned=True)
-        engine = open_pool_copies(pool, device.torch_device, slots, staging_blocks=7).start()
+        engine = open_copies(pool, device.torch_device, slots, staging_blocks=7).start()
         yield pool, slots, engine
         engine.close()
         slots.close()
@@ -118,4 +118,4 @@ def test_a_layer_in_page_locked_memory_is_copied_from_there_and_back(bench: Benc
 
 def test_slots_that_are_not_page_locked_are_refused(bench: Bench) -> None:
     with pytest.raises(InvariantError, match="page-locked"):
-        open_pool_copies(bench[0], bench[0].device.torch_device, SwapSlots(LAYOUT, 1), 1)
+        open_copies(bench[0], bench[0].device.torch_device, SwapSlots(LAYOUT, 1), 1)

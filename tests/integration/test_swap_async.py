@@ -17,7 +17,7 @@ from floodplain.core.tiers import Tier
 from floodplain.engine import shell
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.config import EngineConfig
-from floodplain.memory.swap_space import SwapSpace, SwapTier
+from floodplain.memory.swap_space import SwapSpace
 from floodplain.policy.base import Policy
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.workload.records import LoadRequest
@@ -51,8 +51,7 @@ def space_of(engine: AsyncEngine) -> SwapSpace:
 def hold_copies(engine: AsyncEngine) -> HeldTransferEngine:
     """Hold all copies until the test releases them."""
     tiers = space_of(engine)._tiers
-    held = HeldTransferEngine(tiers[Tier.HOST].engine)
-    tiers[Tier.HOST] = SwapTier(tiers[Tier.HOST].slots, held)
+    held = tiers[Tier.HOST] = HeldTransferEngine(tiers[Tier.HOST])
     return held
 
 

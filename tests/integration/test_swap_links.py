@@ -19,7 +19,6 @@ from floodplain.engine.shell import Engine
 from floodplain.memory.host import transfer as host_transfer
 from floodplain.memory.host.emulated_link import EmulatedLink
 from floodplain.memory.host.transfer import HostTransferEngine
-from floodplain.memory.swap_space import SwapTier
 from floodplain.runtime.prices import Links
 from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy
 
@@ -52,9 +51,8 @@ def engine(monkeypatch: pytest.MonkeyPatch, link: EmulatedLink) -> Iterator[Engi
     one = build_engine(EngineConfig(model="dummy:tiny-llama", **FLAGS), ImpatientPolicy())
     executor: Any = one._executor
     tier = executor._swap._tiers[Tier.HOST]
-    tier.engine.close()
-    copies = HostTransferEngine(tier.engine._store, tier.slots, link).start()
-    executor._swap._tiers[Tier.HOST] = SwapTier(tier.slots, copies)
+    tier.close()
+    executor._swap._tiers[Tier.HOST] = HostTransferEngine(tier._store, tier.slots, link).start()
     one.loop.state.links = Links([Link(Tier.HOST, BLOCK_BYTES / BLOCK_S)], BLOCK_BYTES)
     yield one
     one.close()

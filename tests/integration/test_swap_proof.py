@@ -32,7 +32,6 @@ from floodplain.engine.outputs import EngineStats
 from floodplain.memory.digest import SEED
 from floodplain.memory.host.emulated_link import EmulatedLink
 from floodplain.memory.host.transfer import HostTransferEngine
-from floodplain.memory.swap_space import SwapTier
 from floodplain.memory.transfer import BlockCopy, CopyEngine
 from tests.support.calm import MODEL, run_calmly
 from tests.support.faulty_transfer import FaultyTransferEngine
@@ -101,9 +100,9 @@ class Storm(Swapping):
         """Swap over an uneven link, on which every fifth copy fails and some read damaged slots."""
         executor: Any = self.engine._executor
         tiers, slots = executor._swap._tiers, self.slots
-        old = tiers[Tier.HOST].engine
+        old = tiers[Tier.HOST]
         engine = HostTransferEngine(old._store, slots, UnevenLink(seed)).start()
-        tiers[Tier.HOST] = SwapTier(slots, DamagingTransferEngine(engine, self._flip, lambda: self.is_honest))
+        tiers[Tier.HOST] = DamagingTransferEngine(engine, self._flip, lambda: self.is_honest)
         old.close()
 
     def add(self, request: Request) -> SeqId:

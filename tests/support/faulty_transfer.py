@@ -14,7 +14,7 @@ class FaultyTransferEngine:
     """A decorator: copies with the numbers ``failing`` (from 0) fail without moving anything."""
 
     def __init__(self, engine: CopyEngine[Any], failing: Sequence[int]) -> None:
-        self._engine = engine
+        self._engine, self.slots = engine, engine.slots
         self._failing = frozenset(failing)
         self._num_submitted = 0
         self._failed: list[CopyResult] = []
@@ -48,7 +48,7 @@ class HeldTransferEngine:
     """A decorator: copies end once ``release`` is called, from any thread, and not before."""
 
     def __init__(self, engine: CopyEngine[Any]) -> None:
-        self._engine = engine
+        self._engine, self.slots = engine, engine.slots
         self._is_released = threading.Event()
 
     @property

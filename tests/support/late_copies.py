@@ -31,7 +31,7 @@ class LateTransferEngine:
     ) -> None:
         self.longest_wait = self.num_interrupted = 0
         self.pool = pool
-        self._slots = slots
+        self.slots = slots
         self._dice = dice
         self._haste = haste
         self._failing = failing
@@ -46,13 +46,13 @@ class LateTransferEngine:
         return sum(map(len, self._queues.values())) + len(self._ended)
 
     def submit(self, transfer_id: int, copy: BlockCopy) -> None:
-        check_copy(copy, self.pool, self._slots)
+        check_copy(copy, self.pool, self.slots)
         if copy.direction is Direction.INBOUND:
             for words in self.pool.words:
                 words[list(copy.blocks)] = self._garbage(len(copy.blocks), words.shape[1])
         else:
-            self._slots.words[list(copy.slots)] = self._garbage(len(copy.slots), *self._slots.words.shape[1:])
-            self._slots.digests[list(copy.slots)] = EMPTY_DIGEST
+            self.slots.words[list(copy.slots)] = self._garbage(len(copy.slots), *self.slots.words.shape[1:])
+            self.slots.digests[list(copy.slots)] = EMPTY_DIGEST
         self._queues[copy.direction].append((self._num_polls, HostJob(transfer_id, copy)))
 
     def poll(self) -> list[CopyResult]:

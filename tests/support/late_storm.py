@@ -20,7 +20,6 @@ from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.outputs import EngineStats
 from floodplain.memory.swap_slots import SwapSlots
-from floodplain.memory.swap_space import SwapTier
 from floodplain.policy.base import Policy
 from floodplain.runtime.prices import Links
 from tests.support.calm import MODEL
@@ -78,9 +77,9 @@ def late_storm(
         )  # with measured links, runs of one seed would differ
         engine.clock = executor._swap._clock = Ticks()
         old = executor._swap._tiers[Tier.HOST]
-        old.engine.close()
-        copies = LateTransferEngine(old.engine._store, old.slots, Random(seed), failing=failing)
-        executor._swap._tiers[Tier.HOST] = SwapTier(old.slots, copies)
+        old.close()
+        copies = LateTransferEngine(old._store, old.slots, Random(seed), failing=failing)
+        executor._swap._tiers[Tier.HOST] = copies
         yield LateStorm(engine, copies=copies, slots=old.slots, dice=Random(seed))
     finally:
         engine.close()

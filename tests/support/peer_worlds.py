@@ -201,8 +201,8 @@ class FakeCudaWorld(PeerWorld):
 
         self.engine = self.cuda_engine = CudaTransferEngine(self.pool, self.peer, open_pool_stream).start()
         store = SlotStore(self.host)
-        engine = CudaTransferEngine(store, self.peer, lambda direction: open_stream(direction, store))
-        self.mover = SlotMover(self.host, self.peer, engine).start()
+        engine = CudaTransferEngine(store, self.peer, lambda direction: open_stream(direction, store)).start()
+        self.mover = SlotMover(self.host, self.peer, engine)
 
 
 @contextmanager
@@ -212,8 +212,8 @@ def host_world(folder: Path) -> Iterator[PeerWorld]:
         there = PeerWorld(own)
         there.memory = HostPeerMemory(folder)
         there.engine = HostTransferEngine(there.pool, there.peer).start()
-        copies = HostTransferEngine(SlotStore(there.host), there.peer)
-        there.mover = SlotMover(there.host, there.peer, copies).start()
+        copies = HostTransferEngine(SlotStore(there.host), there.peer).start()
+        there.mover = SlotMover(there.host, there.peer, copies)
         yield there
         there.close()
         assert neighbour.num_free_pages() == neighbour.capacity_pages

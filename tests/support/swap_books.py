@@ -21,7 +21,7 @@ from floodplain.memory.host.device import open_private_device
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import SwapSlots
-from floodplain.memory.swap_space import SwapSpace, SwapTier
+from floodplain.memory.swap_space import SwapSpace
 from tests.support.late_copies import LateTransferEngine
 
 LAYOUT = KVLayout(num_layers=2, block_tokens=4, num_kv_heads=1, head_dim=1024, dtype=torch.bfloat16)  # 4 to a page
@@ -68,7 +68,7 @@ class SwapBooks:
         assert self.pool.grow(self.ledger, num_blocks) is not None
         self.slots = SwapSlots(LAYOUT, num_slots)
         self.copies = LateTransferEngine(self.pool, self.slots, Random(0), haste=0.0)
-        self.space = SwapSpace({Tier.HOST: SwapTier(self.slots, self.copies)})
+        self.space = SwapSpace({Tier.HOST: self.copies})
         self.backups = BackupTable([SlotLedger(Tier.HOST, num_slots)], retains=caches)
         self.present: list[Tenant] = []
         self.absent: list[Tenant] = []

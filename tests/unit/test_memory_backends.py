@@ -128,11 +128,11 @@ def test_a_gpu_stages_no_more_than_a_links_best_copy_and_at_least_a_block(num_sl
     staged = Calls(SimpleNamespace(start=lambda: None))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_backend, "SwapSlots", lambda layout, num_slots, *, is_pinned: is_pinned or pytest.fail())
-        patch.setattr(cuda_backend, "open_pool_copies", staged)
+        patch.setattr(cuda_backend, "open_copies", staged)
         pool: Any = SimpleNamespace(layout=layout)
         CudaBackend(0).open_host_tier(pool, num_slots)
         slots: Any = None
-        CudaBackend(0).open_peer_tier(pool, slots)
+        CudaBackend(0).open_copies(pool, slots)
     for num_blocks, most in zip(staged.last_arguments, (num_slots, num_slots + 2**30), strict=True):
         assert 1 <= num_blocks <= most
         assert num_blocks == 1 or num_blocks * layout.block_bytes <= LINK_STAGING_BYTES

@@ -25,7 +25,7 @@ from floodplain.memory.host.transfer import HostTransferEngine
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
-from floodplain.memory.swap_space import Problem, SwapSpace, SwapTier
+from floodplain.memory.swap_space import Problem, SwapSpace
 from floodplain.memory.transfer import CopyEngine
 from tests.support.examples import examples
 from tests.support.faulty_transfer import FaultyTransferEngine
@@ -53,8 +53,7 @@ class Bench:
 
     def space(self, **engines: CopyEngine[Any]) -> SwapSpace:
         """Swap space over both tiers; ``host`` and ``peer`` replace their engines."""
-        return SwapSpace({tier: SwapTier(self.slots[tier], engines.get(tier.value) or self.engine(tier))
-                          for tier in (PEER, HOST)})  # fmt: skip
+        return SwapSpace({tier: engines.get(tier.value) or self.engine(tier) for tier in (PEER, HOST)})
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +168,7 @@ def test_waiting_ends_with_the_first_transfer_or_with_the_time(bench: Bench, pac
 
 
 def test_impossible_transfers_are_refused(bench: Bench, paced: EmulatedLink) -> None:
-    space = SwapSpace({HOST: SwapTier(bench.slots[HOST], bench.engine(HOST, paced))})
+    space = SwapSpace({HOST: bench.engine(HOST, paced)})
     for pairs in ({}, {0: (PEER, 0)}, {0: (Tier.LOCAL, 0)}, {0: (HOST, NUM_SLOTS)}):
         with pytest.raises(InvariantError):
             space.start(transfer(OUT, pairs))

@@ -14,13 +14,12 @@ from floodplain.memory.cuda.device import measure_context_bytes, open_cuda_devic
 from floodplain.memory.cuda.driver import CudaDriver
 from floodplain.memory.cuda.layer_line import CudaLayerLine, PieceCopier, compile_kernel
 from floodplain.memory.cuda.peer import CudaPeerMemory, claim_cuda_home
-from floodplain.memory.cuda.transfer import CudaSlotMover, open_pool_copies
+from floodplain.memory.cuda.transfer import CudaTransferEngine, open_copies
 from floodplain.memory.host.emulated_link import EmulatedLink, LinkPair
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.layer_line import LayerLine
 from floodplain.memory.peer.slots import PeerSlots
 from floodplain.memory.swap_slots import SwapSlots, lock_pages, unlock_pages
-from floodplain.memory.swap_space import SwapTier
 from floodplain.memory.transfer import BlockStore
 
 DEFAULT_KV_SHARE = 0.9
@@ -75,11 +74,11 @@ class CudaBackend:
 
     def open_host_tier(
         self, pool: BlockStore, num_slots: int, link: EmulatedLink | None = None
-    ) -> tuple[SwapSlots, SwapTier]:
+    ) -> tuple[SwapSlots, CudaTransferEngine]:
         """Page-locked swap space in host memory, and its started engine."""
         slots = SwapSlots(pool.layout, num_slots, is_pinned=True)
         staging_blocks = max(1, min(num_slots, LINK_STAGING_BYTES // pool.layout.block_bytes))
-        return slots, SwapTier(slots, open_pool_copies(pool, self.torch_device, slots, staging_blocks).start())
+        return slots, open_copies(pool, self.torch_device, slots, staging_blocks).start()
 
     def open_layer_line(self, num_layers: int) -> LayerLine:
         """A started line for streamed layers."""
@@ -106,16 +105,16 @@ class CudaBackend:
         """Memory of neighbours: GPUs of this machine."""
         return CudaPeerMemory(self._index)
 
-    def open_peer_tier(self, pool: BlockStore, slots: PeerSlots, link: EmulatedLink | None = None) -> SwapTier:
-        """Swap space on neighbours, with its started engine."""
-        staging_blocks = max(1, LINK_STAGING_BYTES // pool.layout.block_bytes)
-        return SwapTier(slots, open_pool_copies(pool, self.torch_device, slots, staging_blocks).start())
-
-    def open_slot_mover(
-        self, host: SwapSlots, peer: PeerSlots, staging_blocks: int, links: LinkPair | None = None
-    ) -> CudaSlotMover:
-        """A started mover between swap space in host memory and on neighbours."""
-        return CudaSlotMover(host, peer, self.torch_device, staging_blocks).start()
+    def open_copies(
+        self,
+        store: BlockStore,
+        slots: PeerSlots,
+        link: EmulatedLink | LinkPair | None = None,
+        staging_blocks: int | None = None,
+    ) -> CudaTransferEngine:
+        """A started engine for copies to and from neighbours, staged like the best ones over a link by default."""
+        staging_blocks = staging_blocks or max(1, LINK_STAGING_BYTES // store.layout.block_bytes)
+        return open_copies(store, self.torch_device, slots, staging_blocks).start()
 
 
 def open_cuda_backend(device: torch.device) -> CudaBackend:

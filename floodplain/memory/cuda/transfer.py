@@ -20,7 +20,7 @@ from floodplain.core.tiers import CopyTime, Direction
 from floodplain.memory.cuda.driver import CudaDriver
 from floodplain.memory.digest import SEED
 from floodplain.memory.kv_layout import KVLayout
-from floodplain.memory.peer.slots import PeerSlots, SlotMover, SlotStore
+from floodplain.memory.peer.slots import PeerSlots, SlotStore
 from floodplain.memory.runs import find_runs
 from floodplain.memory.swap_slots import EMPTY_DIGEST, Slots, SwapSlots
 from floodplain.memory.transfer import BlockCopy, BlockStore, CopyEngine, Pass, judge_copy
@@ -289,27 +289,18 @@ class CudaTransferEngine(CopyEngine[CudaJob]):
         super().__init__(store, slots, lambda direction: CudaLane(store, slots, open_stream(direction)))
 
 
-def open_pool_copies(
-    pool: BlockStore, device: torch.device, slots: SwapSlots | PeerSlots, staging_blocks: int
+def open_copies(
+    store: BlockStore, device: torch.device, slots: SwapSlots | PeerSlots, staging_blocks: int
 ) -> CudaTransferEngine:
-    """The unstarted engine between a KV pool on a GPU and slots; ``staging_blocks`` at a time, in each direction."""
-    end, wire = PoolEnd(pool, device), _open_wire(slots, device)
+    """The unstarted engine between slots and a pool on a GPU or a ``SlotStore``.
+
+    ``staging_blocks`` pass through the GPU at a time, in each direction.
+    """
+    end = PinnedEnd(store.slots) if isinstance(store, SlotStore) else PoolEnd(store, device)
+    wire = _open_wire(slots, device)
     return CudaTransferEngine(
-        pool, slots, lambda direction: CudaStream(direction, device, pool.layout, end, wire, staging_blocks)
+        store, slots, lambda direction: CudaStream(direction, device, store.layout, end, wire, staging_blocks)
     )
-
-
-class CudaSlotMover(SlotMover):
-    """A ``SlotMover`` whose copies pass through staging of ``staging_blocks`` each way on the GPU."""
-
-    def __init__(self, host: SwapSlots, peer: PeerSlots, device: torch.device, staging_blocks: int) -> None:
-        end, wire = PinnedEnd(host), _open_wire(peer, device)
-        engine = CudaTransferEngine(
-            SlotStore(host),
-            peer,
-            lambda direction: CudaStream(direction, device, host.layout, end, wire, staging_blocks),
-        )
-        super().__init__(host, peer, engine)
 
 
 def _open_wire(slots: SwapSlots | PeerSlots, device: torch.device) -> Wire:

@@ -22,9 +22,8 @@ from floodplain.memory.host_memory import available_bytes
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.layer_line import LayerLine
 from floodplain.memory.peer.memory import HostPeerMemory
-from floodplain.memory.peer.slots import PeerSlots, SlotMover, SlotStore
+from floodplain.memory.peer.slots import PeerSlots
 from floodplain.memory.swap_slots import SwapSlots
-from floodplain.memory.swap_space import SwapTier
 from floodplain.memory.transfer import BlockStore
 
 DEFAULT_KV_BYTES = 2**30
@@ -66,10 +65,10 @@ class HostBackend:
 
     def open_host_tier(
         self, pool: BlockStore, num_slots: int, link: EmulatedLink | None = None
-    ) -> tuple[SwapSlots, SwapTier]:
+    ) -> tuple[SwapSlots, HostTransferEngine]:
         """Swap space in host memory, and its started engine."""
         slots = SwapSlots(pool.layout, num_slots)
-        return slots, SwapTier(slots, HostTransferEngine(pool, slots, link).start())
+        return slots, HostTransferEngine(pool, slots, link).start()
 
     def open_layer_line(self, num_layers: int) -> LayerLine:
         """A started line for streamed layers."""
@@ -86,15 +85,15 @@ class HostBackend:
         """Memory of neighbours: host devices of this machine."""
         return HostPeerMemory()
 
-    def open_peer_tier(self, pool: BlockStore, slots: PeerSlots, link: EmulatedLink | None = None) -> SwapTier:
-        """Swap space on neighbours, with its started engine."""
-        return SwapTier(slots, HostTransferEngine(pool, slots, link).start())
-
-    def open_slot_mover(
-        self, host: SwapSlots, peer: PeerSlots, staging_blocks: int, links: LinkPair | None = None
-    ) -> SlotMover:
-        """A started mover between swap space in host memory and on neighbours; nothing is staged."""
-        return SlotMover(host, peer, HostTransferEngine(SlotStore(host), peer, links)).start()
+    def open_copies(
+        self,
+        store: BlockStore,
+        slots: PeerSlots,
+        link: EmulatedLink | LinkPair | None = None,
+        staging_blocks: int | None = None,
+    ) -> HostTransferEngine:
+        """A started engine for copies to and from neighbours; nothing is staged."""
+        return HostTransferEngine(store, slots, link).start()
 
 
 def _expect_available(kv_bytes: int, param_bytes: int, dtype: torch.dtype) -> None:

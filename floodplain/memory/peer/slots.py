@@ -11,7 +11,7 @@ import threading
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -137,7 +137,7 @@ class _Open:
 class SlotMover:
     """Copies between a buffer in this host's memory and slots elsewhere. One thread submits and polls.
 
-    ``engine`` copies between ``SlotStore(host)`` and ``peer``; it is not yet started, and the mover owns it.
+    ``engine``, started, copies between ``SlotStore(host)`` and ``peer``; the mover owns it.
     """
 
     def __init__(self, host: SwapSlots, peer: Slots, engine: CopyEngine[Any]) -> None:
@@ -151,11 +151,6 @@ class SlotMover:
     def layout(self) -> KVLayout:
         """Shape of the blocks."""
         return self._host.layout
-
-    def start(self) -> Self:
-        """Start the copy engine; returns the mover."""
-        self._engine.start()
-        return self
 
     def submit(self, relocation: Relocation) -> None:
         """Begin a relocation, and return at once."""
