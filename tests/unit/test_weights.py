@@ -127,6 +127,15 @@ def test_broken_folders_are_refused_in_one_line(tmp_path: Path) -> None:
     assert "is not JSON" in refusal(folder)
 
 
+def test_of_a_key_that_a_configuration_holds_twice_the_last_counts(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path)
+    (folder / "tokenizer.json").write_text("{}")
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace("{", '{"num_hidden_layers": 7, ', 1))
+    assert peek.peek_shape(str(folder)) == open_model(str(folder)).config.shape
+    assert open_model(str(folder)).config.shape.num_layers == DUMMY.config.shape.num_layers
+
+
 def test_weights_that_do_not_fit_the_configuration_are_named(tmp_path: Path) -> None:
     assert "shape (288, 64), config.json says (289, 64)" in refusal(write_folder(tmp_path, vocab_size=289))
     refused = refusal(write_folder(tmp_path, num_hidden_layers=3))

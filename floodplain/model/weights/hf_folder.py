@@ -20,7 +20,7 @@ from floodplain.model.network.hf_config import TOKEN_IDS, parse_hf_config
 from floodplain.model.network.load import HEAD_NAME, parameter_parts
 from floodplain.model.weights.checkpoint import Format, StoredTensor, match_tensors
 from floodplain.model.weights.fingerprint import digest_files
-from floodplain.model.weights.peek import SAME_WEIGHTS, find_config
+from floodplain.model.weights.peek import SAME_WEIGHTS, read_config
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class HfFolder:
     def __init__(self, folder: Path) -> None:
         self.name = folder.resolve().name
         self._folder = folder
-        config = self._parse_config(find_config(folder))
+        config = self._parse_config(*read_config(folder))
         for file, kind in _OTHER_WEIGHTS.items():
             if is_file(folder / file):
                 raise UserError(f"{folder / file}: {kind} is not supported; use merged, unquantised weights")
@@ -108,8 +108,7 @@ class HfFolder:
         """The folder's tokenizer, with the EOS tokens of ``config.json`` and ``generation_config.json`` added."""
         return HfTokenizer.from_folder(self._folder, self._eos_token_ids)
 
-    def _parse_config(self, path: Path) -> ModelConfig:
-        content = read_json_object(path, keys_once=False)  # the last one counts, as in transformers
+    def _parse_config(self, path: Path, content: dict[str, Any]) -> ModelConfig:
         with parsing(path):
             self._eos_token_ids = Fields(content, str(path)).token_ids("eos_token_id")
             beside = path.with_name("generation_config.json")

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import re
 from pathlib import Path
+from typing import Any
 
 from floodplain.core.errors import UserError
 from floodplain.cost.model_shape import ModelShape, shape_named
@@ -88,23 +89,22 @@ def find_model(model: str) -> Path:
     return path
 
 
-def find_config(folder: Path) -> Path:
-    """The ``config.json`` of a model's folder. Raises UserError if it is missing."""
+def read_config(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The ``config.json`` of a model's folder, and its content. Raises UserError if it is missing or no JSON object."""
     path = folder / "config.json"
     if not is_file(path):
         raise UserError(
             f"{path} is missing; MODEL must be a folder with a complete Hugging Face model, or a .gguf file"
         )
-    return path
+    return path, read_json_object(path, keys_once=False)  # the last one counts, as in transformers
 
 
 def _shape_of_folder(folder: Path) -> ModelShape:
     from floodplain.model.network.hf_config import parse_hf_config
 
-    path = find_config(folder)
+    path, content = read_config(folder)
     if not any(is_file(folder / file) for file in VOCABULARIES):
         raise UserError(f"{folder}: the tokenizer is missing; one of {', '.join(VOCABULARIES)} must be there")
-    content = read_json_object(path)
     with parsing(path):
         return parse_hf_config(content, folder.resolve().name, str(path)).shape
 
