@@ -128,7 +128,7 @@ def open_engine(
             config=parts.config,
             block_bytes=parts.block_bytes,
             vocab_size=source.config.shape.vocab_size,
-            swap_stats=swap.space.stats,
+            swap=swap.space,
             links=swap.facts,
             neighbours=neighbours,
             expansion=expansion,

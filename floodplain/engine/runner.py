@@ -11,7 +11,7 @@ import torch
 from floodplain.core.errors import InvariantError
 from floodplain.core.plan import NO_TOKEN, PromptLogprobs, StepPlan, StepResult, Transfer
 from floodplain.core.request import SeqId
-from floodplain.core.tiers import CopyTime, Direction
+from floodplain.core.tiers import Direction
 from floodplain.engine.batches import Batches, BatchRows
 from floodplain.memory.layer_slots import LayerSlots, find_read_blocks
 from floodplain.memory.swap_space import SwapSpace
@@ -65,18 +65,6 @@ class ModelRunner:
                 self._kv_layers = ()
                 del self._model  # views of parameters, whose memory is freed next
                 self._on_close()
-
-    def poll_transfers(self) -> Sequence[tuple[int, Sequence[int]]]:
-        """(transfer id, places of lost blocks) of each transfer that ended since the last call."""
-        return self._swap.poll()
-
-    def wait_transfers(self, timeout_s: float) -> Sequence[tuple[int, Sequence[int]]]:
-        """As ``poll_transfers``, but wait for the first one; empty if none is in flight, or after the timeout."""
-        return self._swap.wait(timeout_s)
-
-    def take_copy_times(self) -> Sequence[CopyTime]:
-        """Link times of the copies that ended since the last call."""
-        return self._swap.take_copy_times()
 
     def submit(self, plan: StepPlan) -> None:
         """Run a plan; its result waits for ``collect``. The step has run when this returns."""

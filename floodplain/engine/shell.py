@@ -16,7 +16,7 @@ from floodplain.core.lifecycle import EndedRequest, Lifecycle
 from floodplain.core.plan import StepOutputs, StepPlan, StepResult
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sequence import Sequence
-from floodplain.core.tiers import CopyTime, Tier
+from floodplain.core.tiers import Tier
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.copy_log import CopyLog
 from floodplain.engine.expansion import Expansion
@@ -25,7 +25,7 @@ from floodplain.engine.outputs import ERROR, EngineStats, ExpansionFacts, Output
 from floodplain.engine.step_meter import StepMeter
 from floodplain.engine.text_stream import TextStream
 from floodplain.lending.neighbours import LeaseFacts, Neighbours
-from floodplain.memory.swap_space import SwapStats
+from floodplain.memory.swap_space import SwapSpace
 from floodplain.model.structure import Grammars, grammars_of
 from floodplain.model.token_history import with_bad_tokens
 from floodplain.model.tokenizer import Tokenizer
@@ -47,23 +47,11 @@ class Executor(Protocol):
     """Runs step plans in the order of submission. Up to ``LoopConfig.depth`` plans may be outstanding."""
 
     def submit(self, plan: StepPlan) -> None:
-        """Take the next plan: its tables, transfers, and its batch behind earlier ones, which may run later."""
+        """Take the next plan: its tables, its transfers, which begin, and its batch behind earlier ones."""
         ...
 
     def collect(self) -> StepResult:
         """Wait for the oldest submitted plan that was not collected: one token per sampled sequence."""
-        ...
-
-    def poll_transfers(self) -> Seq[tuple[int, Seq[int]]]:
-        """(transfer id, places of blocks that did not arrive whole) of each transfer that ended since the last call."""
-        ...
-
-    def wait_transfers(self, timeout_s: float) -> Seq[tuple[int, Seq[int]]]:
-        """As ``poll_transfers``, but wait for the first one; empty if none is in flight, or after the timeout."""
-        ...
-
-    def take_copy_times(self) -> Seq[CopyTime]:
-        """Link times of the copies that ended since the last call; may be empty if they are not measured."""
         ...
 
     def close(self) -> None:
@@ -76,6 +64,7 @@ class Engine:
 
     Args:
         block_bytes: Bytes of one KV block over all layers.
+        swap: Where the executor begins the plans' transfers, and which it closes; None if plans have none.
         links: The facts of each link to swap space (see ``observe.result.HardwareReport``).
         neighbours: Started; None if it has none.
         expansion: Decides how many layers of its KV stream. None: no layer ever streams.
@@ -100,7 +89,7 @@ class Engine:
         config: EngineConfig,
         block_bytes: int,
         vocab_size: int,
-        swap_stats: Callable[[], SwapStats] = SwapStats,
+        swap: SwapSpace | None = None,
         links: Seq[Mapping[str, Any]] = (),
         neighbours: Neighbours | None = None,
         expansion: Expansion | None = None,
@@ -123,7 +112,7 @@ class Engine:
         self.copy_log: CopyLog | None = None
         self.is_stepping = False
         self._executor = executor
-        self._swap_stats = swap_stats
+        self._swap = swap or SwapSpace({})
         self._pipeline = pipeline
         self._driver = StepDriver(loop)
         self._is_starved = False  # requests are alive, and nothing runs before blocks come from elsewhere
@@ -227,7 +216,7 @@ class Engine:
         self._submit_plans()
         self._is_starved = not (self._driver.num_outstanding or self._driver.num_copying)
         if self._driver.num_outstanding:
-            deltas, ended = self._complete(self._executor.collect()), self._executor.poll_transfers()
+            deltas, ended = self._complete(self._executor.collect()), self._swap.poll()
         else:
             deltas, ended = [], self._wait()
         self.meter.num_copies += len(ended)
@@ -243,7 +232,7 @@ class Engine:
         self.is_stepping = True
         while self._driver.num_outstanding:
             deltas += self._complete(self._executor.collect())
-        self._settle(self._executor.poll_transfers())
+        self._settle(self._swap.poll())
         self._await_copies()
         self.is_stepping = False
         return deltas
@@ -259,11 +248,11 @@ class Engine:
 
     def _await_copies(self) -> None:
         while self._driver.num_copying:
-            self._settle(self._executor.wait_transfers(MAX_WAIT_S))
+            self._settle(self._swap.wait(MAX_WAIT_S))
 
     def _settle(self, ended: Seq[tuple[int, Seq[int]]]) -> None:
         now = self.clock()
-        self._driver.settle(ended, self._executor.take_copy_times, now)
+        self._driver.settle(ended, self._swap.take_copy_times, now)
         if self.copy_log is not None:
             self.copy_log.end((transfer_id for transfer_id, _ in ended), now)
 
@@ -279,15 +268,15 @@ class Engine:
             self.meter.begin(sum(plan.count_work()))
             self._executor.submit(plan)
 
-    def _wait(self) -> Seq[tuple[int, Seq[int]]]:
+    def _wait(self) -> list[tuple[int, Seq[int]]]:
         """Wait until a copy ends, there is news, or ``MAX_WAIT_S`` is over; return the copies that ended."""
         if not self._driver.num_copying:
-            return ()
+            return []
         begin = self.clock()
         self._driver.note_wait(begin)
-        ended = self._executor.poll_transfers()  # even with news: a sequence that was swapped in may run beside it
+        ended = self._swap.poll()  # even with news: a sequence that was swapped in may run beside it
         while not ended and not self.has_news() and (left_s := begin + MAX_WAIT_S - self.clock()) > 0:
-            ended = self._executor.wait_transfers(min(left_s, _POLL_S))
+            ended = self._swap.wait(min(left_s, _POLL_S))
         self._driver.end_wait(self.clock())
         return ended
 
@@ -317,7 +306,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot; on another thread, a step may run between its reads."""
-        state, swap, pipeline, block_bytes = self.loop.state, self._swap_stats(), self._pipeline(), self._block_bytes
+        state, swap, pipeline, block_bytes = self.loop.state, self._swap.stats(), self._pipeline(), self._block_bytes
         counters, backups, ledger = state.counters, state.backups, state.ledger
         sessions = SessionCounts() if state.sessions is None else state.sessions.counts
         leases = LeaseFacts() if self.neighbours is None else self.neighbours.facts()

@@ -134,7 +134,7 @@ def test_an_interrupt_between_steps_leaves_an_empty_engine(monkeypatch: pytest.M
         assert len(llm.generate({"prompt_token_ids": [3]}, GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 5
 
 
-@pytest.mark.parametrize("place", ["loop.next_plan", "_executor.execute", "loop.complete", "_executor.poll_transfers"])
+@pytest.mark.parametrize("place", ["loop.next_plan", "_executor.execute", "loop.complete", "_swap.poll"])
 def test_an_interrupt_inside_a_step_ends_the_llm_loudly(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At any place in the step: the plan's result never arrives."""
 

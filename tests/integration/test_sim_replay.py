@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -53,7 +53,7 @@ class Recorder:
     """The engine's executor and its clock, which moves while a step runs or copies are awaited."""
 
     def __init__(self, engine: Engine, record: Record) -> None:
-        self.now, self._inner, self._record = 0.0, engine.executor, record
+        self.now, self._inner, self._swap, self._record = 0.0, engine.executor, engine._swap, record
         self._begun_s = 0.0
 
     def __getattr__(self, name: str) -> Any:
@@ -73,17 +73,17 @@ class Recorder:
         self.now += self._record.steps_s[-1]
         return result
 
-    def poll_transfers(self) -> Any:
-        return self._note(self._inner.poll_transfers())
+    def poll(self) -> Any:
+        return self._note(self._swap.poll())
 
-    def wait_transfers(self, timeout_s: float) -> Any:
+    def wait(self, timeout_s: float) -> Any:
         begun_s = time.perf_counter()
-        ended = self._inner.wait_transfers(timeout_s)
+        ended = self._swap.wait(timeout_s)
         self.now += time.perf_counter() - begun_s
         return self._note(ended)
 
     def take_copy_times(self) -> Any:
-        self._record.copy_times.append(tuple(self._inner.take_copy_times()))
+        self._record.copy_times.append(tuple(self._swap.take_copy_times()))
         return self._record.copy_times[-1]
 
     def _note(self, ended: Sequence[tuple[int, Sequence[int]]]) -> Any:
@@ -131,7 +131,8 @@ def run_engine(policy: str, seed: int, flags: dict[str, Any]) -> tuple[Record, L
     with closing(build_engine(config)) as engine:
         loop = _empty_copy(engine)
         recorder = Recorder(engine, record)
-        engine._executor, engine.clock, engine.idle_memory = recorder, recorder.clock, None
+        engine._executor, engine._swap = recorder, cast(Any, recorder)
+        engine.clock, engine.idle_memory = recorder.clock, None
         coming = deque(make_requests(seed))
         while coming or engine.has_unfinished:
             if not engine.has_unfinished:

@@ -88,9 +88,9 @@ def test_every_copy_is_learned_once(engine: Engine) -> None:
     learn = links.learn
     links.learn = lambda copied: (heard.append(copied.num_blocks), learn(copied))[1]  # type: ignore[method-assign]
     serve(engine)
-    while engine._executor.poll_transfers():
+    while engine._swap.poll():
         pass
-    heard += [copied.num_blocks for copied in engine._executor.take_copy_times()]
+    heard += [copied.num_blocks for copied in engine._swap.take_copy_times()]
     assert sum(heard) * BLOCK_BYTES == sum(engine.stats().swap_bytes.values())
 
 
@@ -98,4 +98,4 @@ def test_every_copy_is_learned_once(engine: Engine) -> None:
 def test_what_was_measured_at_the_start_is_not_learned_from(hardware: str | None) -> None:
     """At the start the machine is idle, and the first copies are cold."""
     with closing(build_engine(EngineConfig(model="dummy:tiny-llama", hardware=hardware, **FLAGS))) as engine:
-        assert engine._executor.take_copy_times() == []
+        assert engine._swap.take_copy_times() == []

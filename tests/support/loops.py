@@ -74,7 +74,7 @@ class _Replica:
 
 
 class FakeExecutor:
-    """Executes plans over a pool of blocks that hold (position, token) pairs. Steps and copies can be held back."""
+    """Executes plans over a pool of blocks that hold (position, token) pairs; also the swap space of an engine."""
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
@@ -127,14 +127,14 @@ class FakeExecutor:
             else:
                 self.slots[slot] = dict(self.blocks[block])
 
-    def poll_transfers(self) -> list[tuple[int, Collection[int]]]:
+    def poll(self) -> list[tuple[int, Collection[int]]]:
         """Return nothing: copies end only when the loop waits for them."""
         return []
 
     def take_copy_times(self) -> list[CopyTime]:
         return []
 
-    def wait_transfers(self, timeout_s: float) -> list[tuple[int, Collection[int]]]:
+    def wait(self, timeout_s: float) -> list[tuple[int, Collection[int]]]:
         """End the oldest copy at once."""
         if not self.transfers:
             return []

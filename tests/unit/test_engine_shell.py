@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any, cast
 
 import pytest
 
@@ -31,6 +32,7 @@ from floodplain.engine.batches import SequenceSlots
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.outputs import EngineStats
 from floodplain.engine.shell import MAX_WAIT_S, Engine
+from floodplain.memory.swap_space import SwapStats
 from floodplain.model.tokenizer import ByteTokenizer
 from floodplain.observe.result import SwapReport, TierTraffic
 from tests.support.driver import ScriptedPolicy
@@ -59,10 +61,13 @@ class SlowExecutor(FakeExecutor):
         self._clock = clock
         self._num_turns = num_turns
 
-    def wait_transfers(self, timeout_s: float) -> list[tuple[int, Collection[int]]]:
+    def wait(self, timeout_s: float) -> list[tuple[int, Collection[int]]]:
         self.waits_s.append(timeout_s)
         self._clock.now += timeout_s
-        return super().wait_transfers(timeout_s) if len(self.waits_s) >= self._num_turns else []
+        return super().wait(timeout_s) if len(self.waits_s) >= self._num_turns else []
+
+    def stats(self) -> SwapStats:
+        return SwapStats()
 
 
 def idle(view: View) -> Decision:
@@ -94,6 +99,7 @@ def make_engine(clock: Clock, num_turns: int, *script: Callable[[View], Decision
         config=EngineConfig(model="fake"),
         block_bytes=1,
         vocab_size=256,
+        swap=cast(Any, executor),
         clock=clock,
     )
     engine.add(make_request("r", tuple(range(10)), max_tokens=20, ignore_eos=True))
@@ -165,7 +171,7 @@ def test_copies_that_have_ended_are_taken_whatever_news_there_is(clock: Clock) -
     engine, executor = make_engine(clock, 10**6, swap_out, idle)
     engine.step()
     engine.has_news = lambda: True
-    executor.poll_transfers = lambda: FakeExecutor.wait_transfers(executor, 0.0)  # type: ignore[method-assign]
+    executor.poll = lambda: FakeExecutor.wait(executor, 0.0)  # type: ignore[method-assign]
     assert engine.step() == []
     assert executor.waits_s == []
     assert engine.loop.state.sequences[FIRST].num_leaving == 0

@@ -32,7 +32,7 @@ class Bench:
         return plan
 
     def settle(self, now: float, *times: CopyTime) -> None:
-        self.driver.settle(self.executor.wait_transfers(0.0), lambda: times, now)
+        self.driver.settle(self.executor.wait(0.0), lambda: times, now)
 
 
 def test_a_stall_lasts_from_the_first_wait_until_something_runs() -> None:
@@ -82,7 +82,7 @@ def test_links_learn_when_a_copy_has_ended_and_only_then() -> None:
 def test_a_copy_is_settled_once() -> None:
     bench = Bench(back_up(FIRST))
     bench.step(2.0)
-    [ended] = bench.executor.wait_transfers(0.0)
+    [ended] = bench.executor.wait(0.0)
     bench.driver.settle([ended], tuple, 3.0)
     with pytest.raises(InvariantError, match="not in flight"):
         bench.driver.settle([ended], tuple, 4.0)

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -29,7 +29,6 @@ from floodplain.cluster.wire.stage_link import LinkKey, StageLink, accept_link, 
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import PeerLost
 from floodplain.core.plan import StepPlan, StepResult
-from floodplain.core.tiers import CopyTime
 from floodplain.cost.pipeline import ChunkPrice
 from floodplain.cost.step_time import read_cost
 from floodplain.engine.async_engine import AsyncEngine
@@ -104,18 +103,6 @@ class PipelineExecutor:
     def facts(self) -> PipelineFacts:
         """How busy the stages were. May be called on any thread."""
         return self._facts
-
-    def poll_transfers(self) -> Sequence[tuple[int, Sequence[int]]]:
-        """Always empty: a pipeline has no swap space."""
-        return ()
-
-    def wait_transfers(self, timeout_s: float) -> Sequence[tuple[int, Sequence[int]]]:
-        """Always empty: a pipeline has no swap space."""
-        return ()
-
-    def take_copy_times(self) -> Sequence[CopyTime]:
-        """Always empty: a pipeline has no swap space."""
-        return ()
 
     def close(self) -> None:
         """Close both links."""
