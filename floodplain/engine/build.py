@@ -47,7 +47,7 @@ from floodplain.policy.base import Policy
 from floodplain.policy.lending import LendingPolicy, LendingSettings
 from floodplain.policy.registry import make_policy
 from floodplain.runtime.loop import Loop
-from floodplain.runtime.state import LoopConfig, LoopState
+from floodplain.runtime.state import LoopState
 
 logger = logging.getLogger(__name__)
 
@@ -124,9 +124,7 @@ def open_engine(
             loop,
             _make_runner(parts, pool, swap, limits, memory, slots),
             tokenizer,
-            model_name=config.model,
             config=parts.config,
-            block_bytes=parts.block_bytes,
             vocab_size=source.config.shape.vocab_size,
             swap=swap.space,
             links=swap.facts,
@@ -141,18 +139,12 @@ def open_engine(
 
 
 def _make_loop(parts: StageParts, limits: PoolLimits, ledger: BlockLedger, policy: Policy, swap: OpenedSwap) -> Loop:
-    config = LoopConfig(
-        max_model_len=limits.max_model_len,
-        max_batched_tokens=parts.config.max_batched_tokens,
-        max_num_seqs=parts.config.max_num_seqs,
-        max_waiting=parts.config.max_waiting,
-        eos_token_ids=parts.eos_token_ids,
-        fingerprint=parts.fingerprint,
-        block_bytes=parts.block_bytes,
-        pins_sessions=parts.config.pin_sessions,
-    )
     backups = BackupTable(swap.ledgers, retains=ledger.caches_prefixes)
-    return Loop(LoopState(config, ledger, policy, backups, swap.links), policy, parts.config.seed)
+    return Loop(
+        LoopState(parts.loop_config(limits.max_model_len), ledger, policy, backups, swap.links),
+        policy,
+        parts.config.seed,
+    )
 
 
 def _make_runner(

@@ -63,7 +63,6 @@ class Engine:
     """A model behind a step loop, driven one step at a time by its owner (one thread). ``close`` closes its parts.
 
     Args:
-        block_bytes: Bytes of one KV block over all layers.
         swap: Where the executor begins the plans' transfers, and which it closes; None if plans have none.
         links: The facts of each link to swap space (see ``observe.result.HardwareReport``).
         neighbours: Started; None if it has none.
@@ -85,9 +84,7 @@ class Engine:
         executor: Executor,
         tokenizer: Tokenizer,
         *,
-        model_name: str,
         config: EngineConfig,
-        block_bytes: int,
         vocab_size: int,
         swap: SwapSpace | None = None,
         links: Seq[Mapping[str, Any]] = (),
@@ -100,7 +97,7 @@ class Engine:
     ) -> None:
         self.loop = loop
         self.tokenizer = tokenizer
-        self.model_name = model_name
+        self.model_name = config.model
         self.config = config
         self.links = tuple(links)
         self.neighbours = neighbours
@@ -116,7 +113,7 @@ class Engine:
         self._pipeline = pipeline
         self._driver = StepDriver(loop)
         self._is_starved = False  # requests are alive, and nothing runs before blocks come from elsewhere
-        self._block_bytes = block_bytes
+        self._block_bytes = loop.state.config.block_bytes
         self.vocab_size = vocab_size
         self.clock = clock
         self._processor = OutputProcessor(tokenizer)

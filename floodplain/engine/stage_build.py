@@ -29,6 +29,7 @@ from floodplain.model.structure import Grammars, grammars_of
 from floodplain.model.tokenizer import Tokenizer, reachable
 from floodplain.model.weights.open_model import ModelSource, fingerprint_kv, open_model
 from floodplain.observe.start_log import StartLog
+from floodplain.runtime.state import LoopConfig
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,20 @@ class StageParts:
     def grammars(self) -> Grammars:
         """The grammars of structured requests."""
         return grammars_of(self.tokenizer, self.shape.vocab_size)
+
+    def loop_config(self, max_model_len: int, depth: int = 1) -> LoopConfig:
+        """The limits of a loop with up to ``depth`` outstanding steps, for requests of at most ``max_model_len``."""
+        return LoopConfig(
+            max_model_len=max_model_len,
+            max_batched_tokens=self.config.max_batched_tokens,
+            max_num_seqs=self.config.max_num_seqs,
+            max_waiting=self.config.max_waiting,
+            depth=depth,
+            eos_token_ids=self.eos_token_ids,
+            fingerprint=self.fingerprint,
+            block_bytes=self.block_bytes,
+            pins_sessions=self.config.pin_sessions,
+        )
 
     def make_runner(self, kv_layers: Sequence[torch.Tensor], max_model_len: int) -> StageRunner:
         """Make a runner without sequences; ``kv_layers`` as in ``StageRunner``, ``max_model_len`` of the pipeline."""

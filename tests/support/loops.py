@@ -302,6 +302,7 @@ def make_loop(
     max_waiting: int = 1000,
     caches_prefixes: bool = True,
     pins_sessions: bool = False,
+    block_bytes: int = 0,
     seed: int = 0,
 ) -> Loop:
     """A loop over a small pool, with one swap tier if there are slots."""
@@ -314,6 +315,7 @@ def make_loop(
         depth=depth,
         eos_token_ids=frozenset({EOS}),
         fingerprint="fake",
+        block_bytes=block_bytes,
         pins_sessions=pins_sessions,
     )
     ledger = BlockLedger(num_blocks, block_tokens, quantum_blocks=2, caches_prefixes=caches_prefixes)

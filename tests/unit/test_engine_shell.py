@@ -92,12 +92,10 @@ def make_engine(clock: Clock, num_turns: int, *script: Callable[[View], Decision
     policy = ScriptedPolicy()
     executor = SlowExecutor(clock, num_turns)
     engine = Engine(
-        make_loop(policy=policy, num_blocks=8, num_slots=8),
+        make_loop(policy=policy, num_blocks=8, num_slots=8, block_bytes=1),
         executor,
         ByteTokenizer(256),
-        model_name="fake",
         config=EngineConfig(model="fake"),
-        block_bytes=1,
         vocab_size=256,
         swap=cast(Any, executor),
         clock=clock,
@@ -263,9 +261,7 @@ def serve(depth: int, requests: list[Request], num_blocks: int) -> tuple[dict[Se
         loop,
         executor,
         ByteTokenizer(256),
-        model_name="fake",
         config=EngineConfig(model="fake"),
-        block_bytes=1,
         vocab_size=256,
     )
     outputs: dict[SeqId, list[int]] = {engine.add(request): [] for request in requests}

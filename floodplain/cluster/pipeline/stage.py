@@ -43,7 +43,7 @@ from floodplain.memory.backend_choice import choose_backend
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.microbatch import MicrobatchRule
 from floodplain.runtime.loop import Loop
-from floodplain.runtime.state import LoopConfig, LoopState
+from floodplain.runtime.state import LoopState
 
 logger = logging.getLogger(__name__)
 
@@ -325,25 +325,13 @@ def make_engine(
     rule: MicrobatchRule,
 ) -> Engine:
     """The engine of a pipeline that was just linked; without requests or cached prefixes. It closes the executor."""
-    config = stage.config
-    loop_config = LoopConfig(
-        max_model_len=limits.max_model_len,
-        max_batched_tokens=config.max_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
-        max_waiting=config.max_waiting,
-        depth=num_stages,
-        eos_token_ids=stage.eos_token_ids,
-        fingerprint=stage.fingerprint,
-        block_bytes=stage.block_bytes,
-    )
+    loop_config = stage.loop_config(limits.max_model_len, depth=num_stages)
     policy = FcfsPolicy(microbatches=rule)
     return Engine(
-        Loop(LoopState(loop_config, ledger, policy), policy, config.seed),
+        Loop(LoopState(loop_config, ledger, policy), policy, stage.config.seed),
         executor,
         stage.tokenizer,
-        model_name=config.model,
-        config=config,
-        block_bytes=stage.block_bytes,
+        config=stage.config,
         vocab_size=stage.shape.vocab_size,
         pipeline=executor.facts,
         meter=executor.meter,
