@@ -23,7 +23,7 @@ import torch
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.tiers import Tier
 from floodplain.leases.rows import Shard
-from floodplain.leases.states import Lease, LeaseId
+from floodplain.leases.states import LeaseId
 from floodplain.lending.membership import Membership
 from floodplain.lending.requests import allocate_lease
 from floodplain.memory.peer.memory import Extent, PeerMemory
@@ -200,23 +200,15 @@ class ElasticPool:
         for lease in self._client.to_allocate():
             if lease.request in self._waiting:  # other borrowers of this process may use the client, too
                 elastic = self._waiting.pop(lease.request)
-                found = self._allocate(lease)
-                if isinstance(found, str):
-                    refusals.append(found)
+                extent, reason = allocate_lease(self._client, self._memory, lease)
+                if extent is None:
+                    refusals.append(reason)
                     self._ask_for(elastic)
                 else:
-                    elastic.prepare(found)
+                    elastic.prepare(extent)
                     self._lent[lease.lease_id] = elastic
         prepared = [lease_id for lease_id, elastic in self._lent.items() if elastic.location is Tier.HOST]
         return sum(self._move_to_peer(lease_id, refusals) for lease_id in prepared), refusals
-
-    def _allocate(self, lease: Lease) -> Extent | str:
-        extent, reason = allocate_lease(self._memory, lease)
-        if extent is None:
-            self._client.refused(lease.lease_id, reason)
-            return reason
-        self._client.allocated(lease.lease_id)
-        return extent
 
     def _move_to_peer(self, lease_id: LeaseId, refusals: list[str]) -> int:
         """Move a tensor to lent memory; return the bytes moved, 0 if the device is gone meanwhile."""

@@ -75,13 +75,10 @@ class LeaseRequests:
 
     def allocate(self, lease: Lease, *, has_place: bool = True) -> Extent | None:
         """Allocate a granted lease; None if that fails or the borrower has no place. Reports which."""
-        extent, reason = allocate_lease(self._memory, lease) if has_place else (None, _no_room(lease))
+        extent, reason = allocate_lease(self._client, self._memory, lease, has_place=has_place)
         if extent is None:
             self.totals.num_refused += 1
             logger.warning("lease %s is of no use: %s", lease.lease_id, reason)
-            self._client.refused(lease.lease_id, reason)
-        else:
-            self._client.allocated(lease.lease_id)
         return extent
 
     def cancel(self) -> None:
@@ -91,13 +88,17 @@ class LeaseRequests:
         self._pending.clear()
 
 
-def allocate_lease(memory: PeerMemory, lease: Lease) -> tuple[Extent | None, str]:
-    """Return the memory of a granted lease; or None, and why there is none."""
+def allocate_lease(
+    client: Membership, memory: PeerMemory, lease: Lease, *, has_place: bool = True
+) -> tuple[Extent | None, str]:
+    """Allocate a granted lease, and report whether it is of use: (its memory, "") or (None, why there is none)."""
+    extent, reason = None, f"{lease.producer} has no room for {lease.num_bytes} bytes"
     try:
-        return memory.allocate(lease.producer, lease.num_bytes), _no_room(lease)
+        extent = memory.allocate(lease.producer, lease.num_bytes) if has_place else None
     except UserError as error:
-        return None, str(error)
-
-
-def _no_room(lease: Lease) -> str:
-    return f"{lease.producer} has no room for {lease.num_bytes} bytes"
+        reason = str(error)
+    if extent is None:
+        client.refused(lease.lease_id, reason)
+        return None, reason
+    client.allocated(lease.lease_id)
+    return extent, ""
