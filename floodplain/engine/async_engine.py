@@ -332,9 +332,9 @@ class Pause:
             try:
                 value = function(engine)
             except BaseException as error:
-                self._loop.call_soon_threadsafe(_settle, result, error, None)
+                self._loop.call_soon_threadsafe(settle, result, error, None)
             else:
-                self._loop.call_soon_threadsafe(_settle, result, None, value)
+                self._loop.call_soon_threadsafe(settle, result, None, value)
 
         self._work.put(work)
         return cast(T, await result)
@@ -351,7 +351,7 @@ class Pause:
 
     def fail(self, error: BaseException) -> None:
         """Note that the engine's thread has failed and will never be held; called on the event loop."""
-        _settle(self.begun, RuntimeError(f"the engine failed: {error}"), None)
+        settle(self.begun, RuntimeError(f"the engine failed: {error}"), None)
 
     def hold(self) -> None:
         """Run given functions until ``release``; called on the engine's thread."""
@@ -359,7 +359,8 @@ class Pause:
             work()
 
 
-def _settle(future: asyncio.Future[Any], error: BaseException | None, value: Any) -> None:
+def settle(future: asyncio.Future[Any], error: BaseException | None, value: Any) -> None:
+    """End a future with an error or else a value, on its event loop; no-op if it was cancelled."""
     if future.done():
         return
     if error is None:

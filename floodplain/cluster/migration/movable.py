@@ -24,7 +24,7 @@ from floodplain.cluster.wire.messages import RouterMessage
 from floodplain.cluster.wire.order_checks import check_migration_order
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.request import FinishReason, Request, SeqId
-from floodplain.engine.async_engine import AsyncEngine
+from floodplain.engine.async_engine import AsyncEngine, settle
 from floodplain.engine.build import open_engine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.shell import Engine
@@ -67,12 +67,7 @@ def call(engine: AsyncEngine, function: Callable[[Engine], T]) -> asyncio.Future
     """Call ``function`` on the engine's thread between steps, in order. If it raises, the engine ends."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T) -> None:
-        if not future.done():
-            future.set_result(result)
-
-    engine.post(lambda inner: loop.call_soon_threadsafe(settle, function(inner)))
+    engine.post(lambda inner: loop.call_soon_threadsafe(settle, future, None, function(inner)))
     return future
 
 
