@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
+import timeit
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from floodplain.core.errors import UserError
@@ -112,20 +112,15 @@ def measure_bandwidth(tier: CopyEngine[Any], num_blocks: int, num_repeats: int =
     """Measured bytes per second of copying the pool's first blocks, the slower direction. Empties all slots."""
     num_bytes = num_blocks * tier.slots.layout.block_bytes
     ids = tuple(range(num_blocks))
-    best_s = [
-        min(_time_s(tier, BlockCopy(direction, ids, ids)) for _ in range(num_repeats))
-        for direction in (Direction.OUTBOUND, Direction.INBOUND)
-    ]
+
+    def copy(direction: Direction) -> None:
+        tier.submit(0, BlockCopy(direction, ids, ids))
+        tier.wait()
+
+    best_s = [min(timeit.repeat(partial(copy, direction), number=1, repeat=num_repeats)) for direction in Direction]
     tier.slots.digests[:] = EMPTY_DIGEST
     tier.take_copy_times()  # dropped: measured on an idle machine with cold caches, so no basis for prices
     return num_bytes / max(best_s)
-
-
-def _time_s(engine: CopyEngine[Any], copy: BlockCopy) -> float:
-    start = time.perf_counter()
-    engine.submit(0, copy)
-    engine.wait()
-    return time.perf_counter() - start
 
 
 def _count_slots(asked_bytes: int | None, pool: KVPool, backend: Backend) -> int:
