@@ -118,6 +118,7 @@ class ContentWatch:
 
 
 _NEVER = 2**62
+_NOTHING = Found(0, 0, 0, 0, None, False, [])
 
 
 class ViewBuilder:
@@ -237,17 +238,7 @@ class ViewBuilder:
         if seq.status is Status.WAITING and not self._state.ledger.caches_prefixes:
             row = self._make_row(seq, step)
         else:
-            found = self._watch.find(seq)
-            row = self._make_row(
-                seq,
-                step,
-                num_cached_tokens=found.num_cached_tokens,
-                num_shared_blocks=found.num_shared_blocks,
-                num_backed_blocks=found.num_backed_blocks,
-                num_restorable_tokens=found.num_restorable_tokens,
-                next_copy=found.next_copy,
-                is_arriving=found.is_arriving,
-            )
+            row = self._make_row(seq, step, self._watch.find(seq))
         self._rows[seq.seq_id] = row
         return row
 
@@ -258,16 +249,12 @@ class ViewBuilder:
         self,
         seq: Sequence,
         step: int,
+        found: Found = _NOTHING,
         *,
         exclusive_blocks: int = 0,
         block_due_step: int = _NEVER,
         end_step: int = _NEVER,
-        num_cached_tokens: int = 0,
-        num_shared_blocks: int = 0,
         num_backed_blocks: int = 0,
-        num_restorable_tokens: int = 0,
-        next_copy: BlockKey | None = None,
-        is_arriving: bool = False,
     ) -> SequenceView:
         return SequenceView(
             seq_id=seq.seq_id,
@@ -283,10 +270,10 @@ class ViewBuilder:
             is_decoding=seq.is_decoding,
             block_due_step=block_due_step,
             end_step=end_step,
-            num_cached_tokens=num_cached_tokens,
-            num_shared_blocks=num_shared_blocks,
-            num_backed_blocks=num_backed_blocks,
-            num_restorable_tokens=num_restorable_tokens,
+            num_cached_tokens=found.num_cached_tokens,
+            num_shared_blocks=found.num_shared_blocks,
+            num_backed_blocks=num_backed_blocks or found.num_backed_blocks,
+            num_restorable_tokens=found.num_restorable_tokens,
             entered_step=seq.entered_step,
             last_token_s=seq.lifecycle.token_times_s[-1] if seq.lifecycle.token_times_s else None,
             credit=seq.account.credit,
@@ -295,8 +282,8 @@ class ViewBuilder:
             is_leaving=seq.num_leaving > 0,
             goals=seq.request.goals,
             first_token_s=seq.lifecycle.token_times_s[0] if seq.lifecycle.token_times_s else None,
-            next_copy=next_copy,
-            is_arriving=is_arriving,
+            next_copy=found.next_copy,
+            is_arriving=found.is_arriving,
         )
 
 
