@@ -13,6 +13,7 @@ from typing import Any
 from floodplain.core.errors import UserError
 from floodplain.files.parsing import read_json_object
 from floodplain.files.reading import is_file
+from floodplain.model.network.hf_config import ARCHITECTURES
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +30,6 @@ CLASSES = (
     "GPTNeoXTokenizer", "GemmaTokenizer", "Qwen2Tokenizer",
 )  # fmt: skip
 """Classes of transformers that a folder may name, also with the suffix ``Fast``."""
-_MODEL_TYPES = {
-    "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "OPTForCausalLM": "opt", "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}  # fmt: skip
 _SETTINGS = frozenset((
     "add_bos_token", "add_eos_token", "add_prefix_space", "added_tokens_decoder", "additional_special_tokens",
     "bos_token", "chat_template", "clean_up_tokenization_spaces", "cls_token", "do_lower_case", "eos_token", "errors",
@@ -95,8 +92,8 @@ def _model_settings(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
     architectures = content.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None
     model_type = content.get("model_type")
-    if model_type not in _MODEL_TYPES.values():
-        model_type = _MODEL_TYPES.get(str(architecture))
+    if model_type not in ARCHITECTURES.values():
+        model_type = ARCHITECTURES.get(str(architecture))
     settings = {
         "model_type": model_type,
         **{key: content.get(key) for key in ("tokenizer_class", "transformers_version")},

@@ -99,7 +99,8 @@ _LLAMA_LIKE = {
         qk_norm=True,
     ),
 }
-_ARCHITECTURES = {**{family.architecture: name for name, family in _LLAMA_LIKE.items()}, "OPTForCausalLM": "opt"}
+ARCHITECTURES = {**{family.architecture: name for name, family in _LLAMA_LIKE.items()}, "OPTForCausalLM": "opt"}
+"""The ``model_type`` of each supported class of transformers."""
 
 
 def parse_hf_config(config: Mapping[str, Any], name: str, where: str = "config.json") -> ModelConfig:
@@ -122,14 +123,14 @@ def _model_type(fields: Fields) -> str:
     """The type by ``architectures``, ``model_type`` or both, which must agree."""
     listed = fields.value("architectures", None)
     model_type = fields.value("model_type", None)
-    if listed is None and model_type in _ARCHITECTURES.values():
+    if listed is None and model_type in ARCHITECTURES.values():
         return str(model_type)
     architecture = listed[0] if isinstance(listed, list) and len(listed) == 1 else listed
-    found = _ARCHITECTURES.get(architecture) if isinstance(architecture, str) else None
+    found = ARCHITECTURES.get(architecture) if isinstance(architecture, str) else None
     if found is None:
         raise UserError(
             f"{fields.where}: architectures is {architecture!r} and model_type {model_type!r}; "
-            f"supported are {', '.join(_ARCHITECTURES)}, one alone"
+            f"supported are {', '.join(ARCHITECTURES)}, one alone"
         )
     fields.require("model_type", found, None)
     return found
