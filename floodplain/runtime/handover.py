@@ -79,12 +79,14 @@ def _number(source: Source) -> int:
 def adopt(loop: Loop, seq_id: SeqId, blocks: Seq[BlockId], num_computed: int, now: float) -> bool:
     """Resume a waiting request from KV in owned ``blocks``; one reference to each becomes the request's.
 
-    ``num_computed``: tokens whose KV they hold, fewer than its known tokens. False, with nothing changed, if it has
-    ended or does not wait, or ``max_num_seqs`` are running.
+    ``num_computed``: tokens whose KV they hold, fewer than its known tokens. False, and the blocks are freed, if there
+    are none, it has ended or does not wait, or ``max_num_seqs`` are running: its KV is recomputed.
     """
     state = loop.state
     seq = state.sequences.get(seq_id)
-    if seq is None or seq.status is not Status.WAITING or len(state.running) >= state.config.max_num_seqs:
+    is_full = len(state.running) >= state.config.max_num_seqs
+    if not blocks or seq is None or seq.status is not Status.WAITING or is_full:
+        state.ledger.free(blocks)
         return False
     if not 0 < num_computed < len(seq.tokens) or len(blocks) != -(-num_computed // state.ledger.block_tokens):
         raise InvariantError(f"{len(blocks)} blocks of {num_computed} tokens are not those of sequence {seq_id}")
@@ -176,7 +178,7 @@ class Outgoing:
 
     def adopt(self, seq_id: SeqId, now: float) -> bool:
         """Resume the request in the source from its blocks, under a new sequence id. Returns whether it runs."""
-        return adopt_or_free(self._loop, seq_id, self._take(), self._num_computed, now)
+        return adopt(self._loop, seq_id, self._take(), self._num_computed, now)
 
     def release(self) -> None:
         """Drop the references when no more is to be copied. Safe to call twice."""
@@ -218,7 +220,7 @@ class Incoming:
         if len(blocks) != -(-num_computed // ledger.block_tokens):
             raise InvariantError(f"{num_computed} tokens of sequence {seq_id} are not in {len(blocks)} blocks")
         ledger.commit_load(blocks)
-        return adopt_or_free(self._loop, seq_id, blocks, num_computed, now)
+        return adopt(self._loop, seq_id, blocks, num_computed, now)
 
     def release(self) -> None:
         """Free the blocks of an aborted migration; no copy is in flight. Safe to call twice."""
@@ -228,11 +230,3 @@ class Incoming:
         blocks, self.blocks = self.blocks, ()
         self._loop.state.num_incoming_blocks -= len(blocks)
         return blocks
-
-
-def adopt_or_free(loop: Loop, seq_id: SeqId, blocks: Seq[BlockId], num_computed: int, now: float) -> bool:
-    """As ``adopt``, but if the request does not run, its blocks are freed: its KV is recomputed."""
-    is_running = bool(blocks) and adopt(loop, seq_id, blocks, num_computed, now)
-    if not is_running:
-        loop.state.ledger.free(blocks)
-    return is_running

@@ -62,8 +62,7 @@ class VirtualEngine(ABC):
     def adopt(self, request: Request, blocks: Sequence[BlockId], num_computed: int) -> SeqId:
         """Resume a request from KV in ``blocks``, which were held for it; if it may not run, it is recomputed."""
         seq_id = self._take(request)
-        if not adopt(self.loop, seq_id, blocks, num_computed, self._environment.now):
-            self.loop.state.ledger.free(blocks)
+        adopt(self.loop, seq_id, blocks, num_computed, self._environment.now)
         self.advance()
         return seq_id
 

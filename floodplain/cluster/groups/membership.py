@@ -36,7 +36,7 @@ from floodplain.cost.pipeline import ChunkPrice, cost_by_shape
 from floodplain.engine.async_engine import AsyncEngine, Pause
 from floodplain.engine.shell import Engine
 from floodplain.policy.microbatch import MicrobatchRule
-from floodplain.runtime.handover import HeldBlocks, Incoming, Record, adopt_or_free, take_records
+from floodplain.runtime.handover import HeldBlocks, Incoming, Record, adopt, take_records
 
 T = TypeVar("T")
 
@@ -339,7 +339,7 @@ class GroupPipeline(PipelineStage):
         def take(engine: Engine, seq_id: SeqId) -> None:
             blocks = self._expect_held().take(request)
             self._note_held(engine)
-            adopt_or_free(engine.loop, seq_id, blocks, num_computed, engine.clock())
+            adopt(engine.loop, seq_id, blocks, num_computed, engine.clock())
 
         return take
 
