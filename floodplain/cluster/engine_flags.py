@@ -58,7 +58,10 @@ def gpus_of_instance(config: EngineConfig) -> int:
 
 
 def config_of_instance(config: EngineConfig, num_instances: int, index: int) -> EngineConfig:
-    """The engine flags of one of several instances, with a GPU each. UserError if a flag is for a single engine."""
+    """The engine flags of one of several instances; with ``--device cuda`` each gets its own GPU.
+
+    UserError if a flag is for a single engine.
+    """
     for name in ("device_name", "coordinator"):
         value = getattr(config, name)
         if value is not None:

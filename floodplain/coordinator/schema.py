@@ -90,7 +90,7 @@ def check_version(connection: sql.Connection) -> bool:
 
 
 def upgrade(connection: sql.Connection) -> None:
-    """Upgrade the tables to the newest version, in a leader's transaction after its fence; UserError if unknown."""
+    """Upgrade the tables to the newest version, in a leader's transaction after its fence. UserError if it cannot."""
     version = _read_version(connection)
     if not _is_versioned(connection):
         _stamp(connection, version)

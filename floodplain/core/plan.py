@@ -91,7 +91,7 @@ class BackupOrder:
 
 @dataclass(frozen=True, slots=True)
 class PrefixBackupOrder:
-    """Back up to ``num_blocks``, in ``tier``, of the ``num_at_risk`` cached blocks that are evicted next."""
+    """Back up, in ``tier``, up to ``num_blocks`` of the next ``num_at_risk`` evicted cached blocks without a backup."""
 
     num_at_risk: int
     num_blocks: int

@@ -15,7 +15,7 @@ _UNSAFE = re.compile(
 
 
 def printable(text: str) -> str:
-    """``text`` on one line: what would move the cursor, colour, hide or reverse text is shown as ``\u001b``.
+    """``text`` on one line: what would move the cursor, colour, hide or reverse text is shown as ``\\u001b``.
 
     JSON stays JSON of the same value if it is on one line.
     """

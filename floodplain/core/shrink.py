@@ -67,7 +67,10 @@ def plan_shrink(ledger: BlockLedger, target_blocks: int) -> ShrinkPlan:
 
 
 def commit_shrink(ledger: BlockLedger, plan: ShrinkPlan) -> dict[BlockId, BlockId]:
-    """Transfer references after the copies, and retire the sources; returns old block to new, for all tables."""
+    """Transfer references after the moves were copied, and retire the sources.
+
+    Returns old block to new block: every block table with the old one must be rewritten before the next step.
+    """
     for source, destination in plan.moves:
         ledger.move(source, destination)
         ledger.retire(source)

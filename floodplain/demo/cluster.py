@@ -45,7 +45,10 @@ class VerbProcess:
             )
 
     def wait_ready(self) -> Mapping[str, Any]:
-        """Wait until the verb serves; return the JSON object that it prints. UserError, with its log's end, if not."""
+        """Wait until the verb serves; return the JSON object that it prints, with its ``url``.
+
+        UserError, with the last line of its log, if it ended, or was not ready in time.
+        """
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)

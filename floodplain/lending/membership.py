@@ -148,7 +148,8 @@ class Membership:
         """Return how many of the wanted bytes the device's owner may take; so many are its own from now on.
 
         To grow, the owner claims first; after it has shrunk it claims what it has left, and the rest may be offered. It
-        keeps what it has, and while no coordinator answers takes what is free. ``wanted_bytes`` include ``has_bytes``.
+        keeps what it has: an engine that starts while no coordinator answers takes what is free, and lends nothing yet.
+        ``wanted_bytes`` include ``has_bytes``.
         """
         with self._lock:
             assert self._lender is not None and self._device is not None, "a member without a device owns nothing"
@@ -251,7 +252,7 @@ class Membership:
         return total
 
     def list_leases(self) -> list[tuple[str, str, int, float | None]]:
-        """Return leases that have not ended: (``producer`` or ``consumer``, other end, bytes, seconds if recalled)."""
+        """Return leases that have not ended: (``producer`` or ``consumer``, other end, bytes, seconds left or None)."""
         with self._lock:
             now, known = self._clock(), list(self._side.known.values())
         leases = []  # without ended ones, which stay known until the next list arrives

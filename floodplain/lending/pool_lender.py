@@ -49,7 +49,7 @@ class Northbound(Protocol):
         """
 
     def take_back(self, to_bytes: int) -> None:
-        """Grow towards ``to_bytes`` by as much, never beyond. If the bytes are not free, nothing changes: repeat."""
+        """Grow towards ``to_bytes`` by as much, never beyond. No-op if the bytes are not free; it is called again."""
 
 
 def report_load(loop: Loop, full_blocks: int, now: float) -> PoolLoad:

@@ -36,6 +36,8 @@ class Shrunk:
 class KVPool:
     """Owner of the KV bytes. Nothing is mapped at first: ``grow`` it. One thread at a time, at a boundary.
 
+    Address space for whole quanta of ``max_blocks`` is reserved.
+
     Attributes:
         mapped_layers: The layers that have pages, in order, all behind the same blocks; at first all.
         layers: One tensor per layer, for compute: [max_blocks, 2, block_tokens, num_kv_heads, head_dim].

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_ROWS = 40
-"""Most servers that are drawn; the picture's title has the number of all."""
+"""Most servers that are drawn; if there are more, the title says so."""
 MAX_NAME = 14
 _LENDS, _NEEDS, _NEITHER, _EMPTY = "#9ecae1", "#fdae6b", "#dddddd", "#ffffff"
 _GB = 1e9

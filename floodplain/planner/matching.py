@@ -18,7 +18,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Party:
-    """A GPU that lends or needs ``memory`` (above 0), with its server's link. Parties of two domains never pair."""
+    """A GPU that lends or needs ``num_bytes``; ``link`` is its server's, in bytes per second. Pairs share a domain."""
 
     device: str
     server: str

@@ -182,10 +182,9 @@ def _let_in(
 
 
 def _is_prompt_bound(view: View, settings: SharingSettings) -> bool:
-    """Whether serving first tokens first costs more than it gains.
+    """Whether there is no TTFT goal, and prompts are a larger part of the work than ``prompt_share``.
 
-    So it is if most of a request's cost precedes its first token (arrival order then lets fewer requests wait), and
-    prompts are a larger part of the work than the part of a step's time that they may get.
+    Then most of a request's cost precedes its first token: fewer requests wait if they finish in order of arrival.
     """
     return settings.ttft_goal_s is None and view.prices.prompt_share > settings.prompt_share
 
@@ -193,7 +192,7 @@ def _is_prompt_bound(view: View, settings: SharingSettings) -> bool:
 def _judge(
     view: View, now: float, fresh: Seq[SequenceView], rotating: Seq[SequenceView], settings: SharingSettings
 ) -> _Newcomers:
-    """Hold back newcomers: all while prompt bound or a stream is too long silent, else those that no swap space has."""
+    """Hold back newcomers: all while prompt bound or crowded, else from the first that swap space could not take on."""
     is_waiting = any(row.status is Status.WAITING for row in fresh)
     if fresh and _is_prompt_bound(view, settings):
         return _Newcomers((), fresh, Reason.PROMPT_BOUND if is_waiting else None)

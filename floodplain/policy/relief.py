@@ -48,7 +48,8 @@ class StreamStep:
     ) -> float:
         """Output tokens per second of a pipeline: each stage has a share of the layers, and of the streams at a time.
 
-        Hops take ``hop_s`` seconds; ``bubble`` is the idle share of the stages' time, None: that of equal stages.
+        ``num_streams`` are in the memory of the group. Hops take ``hop_s`` seconds; ``bubble`` is the idle share of the
+        stages' time, None: that of equal stages.
         """
         idle = EVEN_BUBBLE.get(num_stages, max(EVEN_BUBBLE.values())) if bubble is None else bubble
         cycle_s = self.base_s + num_streams / num_stages * self.token_s + num_stages * hop_s

@@ -36,7 +36,7 @@ class SwapBudget:
         return not any(self._copying_pays(row, tier) for tier in self._view.tiers)
 
     def can_keep(self, row: SequenceView, num_slots: int) -> bool:
-        """Whether a resident's turn may end now without losing KV worth a copy; ``num_slots`` are needed so far."""
+        """Whether a resident's turn may end now: no copy pays, or a tier has ``num_slots``, of all chosen so far."""
         tiers = [tier.tier for tier in self._view.tiers if self._copying_pays(row, tier)]
         if not tiers or any(self._free[tier] >= num_slots for tier in tiers):
             return True

@@ -115,7 +115,7 @@ def allowed_misses(share: float, count: int) -> int:
 
 
 def percentile_99(values: Sequence[float]) -> float | None:
-    """The least value that at most 1 of 100 exceed (``quantile`` may be exceeded by 2 of 150); None if infinite."""
+    """The least value that at most 1 of 100 exceed (``quantile``: 2 of 150 may); None for none, and if infinite."""
     if not values:
         return None
     value = sorted(values, reverse=True)[allowed_misses(P99, len(values))]

@@ -304,7 +304,10 @@ def record_rows(
     on_step: Callable[[], object] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[RecordedStep]:
-    """Measure all shapes, at least one, up to ``num_repeats`` times in changing order, until ``limit_s`` is over."""
+    """Measure all shapes up to ``num_repeats`` times, each time in another order, until ``limit_s`` is over.
+
+    At least one is measured. Returns the measured ones, in the order of ``shapes``.
+    """
     times: dict[int, list[float]] = {}
     end = clock() + limit_s
     for index in (at for _ in range(num_repeats) for at in rng.sample(range(len(shapes)), len(shapes))):

@@ -34,7 +34,10 @@ DEFAULT_LINK = "pcie5"
 
 
 def make_device(config: EngineConfig, model: ModelConfig, step_time_s: Callable[[StepPlan], float]) -> VirtualDevice:
-    """The device of the engine flags, with ``kv_memory``, in virtual time. UserError: no request fits the pool."""
+    """The device that the engine flags describe; those of how to compute are ignored, ``kv_memory`` is given.
+
+    UserError if the pool is too small for one request.
+    """
     assert config.kv_memory is not None
     block_bytes = kv_bytes_per_token(model, config.dtype) * config.block_tokens
     num_blocks = -(-config.kv_memory // block_bytes)

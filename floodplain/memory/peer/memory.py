@@ -44,7 +44,10 @@ class PeerMemory(Protocol):
     page_bytes: int
 
     def allocate(self, producer: str, num_bytes: int) -> Extent | None:
-        """Take the whole pages in ``num_bytes`` on a producer's device; None without. ``UserError`` if out of reach."""
+        """Take the whole pages in ``num_bytes`` on a producer's device; None without a whole page, or without room.
+
+        ``UserError`` if the device cannot be reached from here.
+        """
 
 
 class HostPeerMemory:

@@ -182,7 +182,10 @@ class SwapBooks:
         reason: Reason,
         tier: Tier | None = None,
     ) -> bool:
-        """Swap out a request to ``tier`` (None: nearest), or elsewhere if it is full. False: no room, nothing kept."""
+        """Swap out a request: copy blocks without a backup to ``tier`` (None: nearest), or elsewhere if it is full.
+
+        False, and nothing is kept of it, if there is no room, or nothing to keep.
+        """
         first = len(tracked.backups)  # more than it has, if it lost its KV and computes again
         num_full = max(first, self._count_full(num_computed))
         places = self._rest_of(tracked, tables, num_computed)
@@ -383,7 +386,8 @@ class SwapBooks:
     def void_copies(self) -> None:
         """Void all copies under way; their requests must be forgotten, too.
 
-        An outbound copy only reads: its blocks are free at once. An inbound one holds its blocks until it has ended.
+        An outbound copy only reads: its blocks are free at once. An inbound copy still writes: it holds its blocks
+        until it has ended, and its request must not wait for it.
         """
         assert self._holder is not None
         for move in self.transfers:

@@ -37,7 +37,7 @@ def __getattr__(name: str) -> Any:
 
 
 def refuse_early() -> None:
-    """Raise Refusal if the configuration on the caller's stack names our scheduler or connector, unsupported."""
+    """Raise Refusal if the configuration on the caller's stack names our scheduler or connector, and is unsupported."""
     end_quietly_after_refusals()
     config = find_config()
     if config is not None and (names_scheduler(config) or names_connector(config)):

@@ -57,7 +57,7 @@ class Blocks(Protocol):
         """Return requests whose ``count_exclusive`` or ``find_prefix`` may have changed, other than by growth."""
 
     def find_prefix(self, seq_id: SeqId, request: Request, most: int) -> Found:
-        """Return a request's leading blocks, at most ``most``, on the device by content (prefix caching)."""
+        """Return the leading blocks of a request, at most ``most``, that are on the device by content."""
 
     def watch_only(self, holding: Set[SeqId], absent: Set[SeqId]) -> None:
         """Stop watching all requests but these: those that hold blocks, and those that hold none."""

@@ -162,7 +162,7 @@ class RequestRoster:
         return self._by_name.get(request_id)
 
     def arrive(self, request: Request, arrival_s: float) -> TrackedRequest:
-        """Track a new request; its credit is the least work of any live one (``core.served``). Monotonic seconds."""
+        """Track a request that arrives at ``arrival_s`` (monotonic); its credit is the least work of any live one."""
         tracked = TrackedRequest(SeqId(self._num_arrived), request, self._least_work(), arrival_s)
         tracked.has_drafts = self.has_drafts
         if parent := _parent_of(request.request_id):

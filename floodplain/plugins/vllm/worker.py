@@ -18,7 +18,7 @@ _IDLE_WAIT_S = 0.05
 
 
 class SwapWorker:
-    """Copies blocks as the scheduler orders. UserError if blocks begin where none can be copied, or without memory.
+    """Copies blocks as the scheduler orders. UserError if blocks are not aligned for copies, or memory is missing.
 
     ``num_slots``: of swap space in host memory. ``peer_bytes``: the most swap space on other devices; 0 has none.
 
