@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from random import Random
 
-from benchmarks.expansion.expanding import ExpandingCosts
+from benchmarks.expansion.expanding import closed_form
 from floodplain.core.backups import BackupTable
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.layer_places import every_place
@@ -57,7 +57,7 @@ def _serve(num_layers: int, weights_per_pool: float, link_ratio: float, *, adapt
     """Steps after the ramp. Prompts cost nothing, as in the closed form."""
     environment, loop = Environment(), _make_loop()
     every = tuple(every_place(num_layers))
-    costs = ExpandingCosts(weights_s=weights_per_pool * POOL_S, block_s=POOL_S / NUM_BLOCKS, link_ratio=link_ratio)
+    costs = closed_form(weights_s=weights_per_pool * POOL_S, block_s=POOL_S / NUM_BLOCKS, link_ratio=link_ratio)
     pool = ExpandingPool(loop, every, costs, ExpansionPolicy(every, NUM_BLOCKS) if adapts else None)
     instance = VirtualInstance(environment, loop, pool.step_time_s, VirtualLinks({}, 1))
     instance.on_boundary = pool.at_boundary

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.layer_places import LayerPlaces
@@ -14,21 +14,19 @@ from floodplain.policy.expansion import ExpansionPolicy, ExpansionView
 from floodplain.runtime.loop import Loop
 
 
-class StreamingCosts(Protocol):
-    """The times of steps and copies."""
+@dataclass(slots=True)
+class StreamingCosts:
+    """The times of steps and copies. Changes during a simulation are in effect from the next step on.
 
-    @property
-    def fixed_s(self) -> float:
-        """The part of a step that a larger batch does not lengthen."""
-        ...
+    Attributes:
+        step_s: Seconds of one plan that reads so many blocks of KV, without stalls.
+        fixed_s: The part of a step that a larger batch does not lengthen.
+        block_s: Seconds of the link to load one block, of all layers.
+    """
 
-    def step_s(self, plan: StepPlan, num_read: int) -> float:
-        """Seconds of one plan that reads ``num_read`` blocks of KV, without stalls."""
-        ...
-
-    def copy_s(self, num_read: int) -> float:
-        """Seconds of the link to load so many blocks, of all layers."""
-        ...
+    step_s: Callable[[StepPlan, int], float]
+    fixed_s: float
+    block_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +67,7 @@ class ExpandingPool:
         """Seconds of one plan, stall included. The blocks of every running sequence are read."""
         num_read = sum(len(seq.blocks) for seq in self._loop.state.running)
         step_s = self.costs.step_s(plan, num_read)
-        self._copy_s = self.costs.copy_s(num_read) / self._here.num_layers
+        self._copy_s = num_read * self.costs.block_s / self._here.num_layers
         stall_s = step_stall_s(self._here, step_s, self._copy_s)
         self.steps.append(ExpandingStep(step_s, stall_s, self._here.num_streamed, len(plan.sampled)))
         return step_s + stall_s

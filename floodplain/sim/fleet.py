@@ -26,7 +26,7 @@ from floodplain.runtime.state import LoopState
 from floodplain.sim.arrivals import Arrivals
 from floodplain.sim.cluster import VirtualCluster
 from floodplain.sim.environment import Environment
-from floodplain.sim.expanding import ExpandingPool
+from floodplain.sim.expanding import ExpandingPool, StreamingCosts
 from floodplain.sim.instance import VirtualInstance
 from floodplain.sim.links import VirtualLinks
 from floodplain.sim.machine import Machine, loop_config
@@ -242,26 +242,12 @@ def _make_loop(scenario: Scenario, machine: Machine, number: int) -> Loop:
     return Loop(state, policy, scenario.workload.seed + number)
 
 
-@dataclass(frozen=True, slots=True)
-class _Streaming:
-    """The costs of a pool with streamed layers: the machine's steps, and one link."""
-
-    time_s: Callable[[StepPlan], float]
-    fixed_s: float
-    block_s: float
-
-    def step_s(self, plan: StepPlan, num_read: int) -> float:
-        return self.time_s(plan)
-
-    def copy_s(self, num_read: int) -> float:
-        return num_read * self.block_s
-
-
 def _expand(scenario: Scenario, machine: Machine, loop: Loop, time_s: Callable[[StepPlan], float]) -> ExpandingPool:
     part, every = scenario.expansion, tuple(every_place(scenario.shape.num_layers))
     assert part is not None
     bandwidth = LINKS[part.link].inbound.peak_bandwidth if isinstance(part.link, str) else part.link
-    costs = _Streaming(time_s, machine.cost.batch_s([1], [], 1), machine.block_bytes / bandwidth)
+    fixed_s, block_s = machine.cost.batch_s([1], [], 1), machine.block_bytes / bandwidth
+    costs = StreamingCosts(lambda plan, _: time_s(plan), fixed_s, block_s)
     if part.factor == "auto":
         return ExpandingPool(loop, every, costs, ExpansionPolicy(every, machine.num_blocks))
     nearest = min(every, key=lambda one: abs(one.expansion - float(part.factor)))

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from benchmarks.expansion.expanding import ExpandingCosts
+from benchmarks.expansion.expanding import closed_form
 from floodplain.core.layer_places import every_place
 from floodplain.core.request import Request
 from floodplain.policy.expansion import ExpansionPolicy
@@ -31,7 +31,7 @@ def run(num_blocks: int, requests: list[Request], fixed: int | None = None, half
         max_model_len=1000, caches_prefixes=False,
     )  # fmt: skip
     loop, environment = machine.make_loop(FcfsPolicy()), Environment()
-    costs = ExpandingCosts(weights_s=0.02, block_s=1e-5, token_s=2e-5, link_ratio=0.12)
+    costs = closed_form(weights_s=0.02, block_s=1e-5, token_s=2e-5, link_ratio=0.12)
     places = EVERY if fixed is None else tuple(one for one in EVERY if one.num_streamed == fixed)
     pool = ExpandingPool(loop, places, costs, ExpansionPolicy(EVERY, num_blocks) if fixed is None else None)
     instance = VirtualInstance(environment, loop, pool.step_time_s, VirtualLinks({}, BLOCK_BYTES))
@@ -39,7 +39,7 @@ def run(num_blocks: int, requests: list[Request], fixed: int | None = None, half
     for request in requests:
         environment.schedule(request.arrival_s, lambda request=request: instance.submit(request))  # type: ignore[misc]
     if half_link_s < float("inf"):
-        environment.schedule(half_link_s, lambda: setattr(costs, "link_ratio", 0.06))
+        environment.schedule(half_link_s, lambda: setattr(costs, "block_s", 2 * costs.block_s))
     environment.run()
     assert not loop.has_unfinished
     loop.check_integrity()

@@ -11,7 +11,7 @@ from functools import cache, partial
 
 import pytest
 
-from benchmarks.expansion.expanding import ExpandingCosts
+from benchmarks.expansion.expanding import closed_form
 from benchmarks.relief.model import serve_cluster
 from floodplain.core.layer_places import every_place
 from floodplain.core.lifecycle import Lifecycle
@@ -147,7 +147,7 @@ def expansion(policy: Policy) -> Outcome:
     """The pool grows by the memory of layers whose KV streams."""
     environment, loop = Environment(), MACHINE.make_loop(policy)
     places = tuple(every_place(32))
-    costs = ExpandingCosts(weights_s=0.01, block_s=1e-5, token_s=3e-4, link_ratio=0.12)
+    costs = closed_form(weights_s=0.01, block_s=1e-5, token_s=3e-4, link_ratio=0.12)
     pool = ExpandingPool(loop, places, costs, ExpansionPolicy(places, MACHINE.num_blocks))
     links = VirtualLinks({MACHINE.link.tier: MACHINE.link}, BLOCK_BYTES)
     instance = VirtualInstance(environment, loop, pool.step_time_s, links)
