@@ -22,9 +22,9 @@ from benchmarks.policies.fluid import Fluid, count_on_time
 from benchmarks.policies.loads import BLOCK_TOKENS, NUM_RESIDENT, TRACES, Load, goals_s, make_requests, pool_blocks
 from benchmarks.policies.run import BLOCK_BYTES, COLUMNS, simulate
 from benchmarks.policies.ways import LINE, PCIE, Way
+from benchmarks.step_line import StepLine
 from floodplain.observe.strict_json import save_result
 from floodplain.policy.settings import SharingSettings, settings_for
-from floodplain.sim.instance import StepLine
 
 LINE_PATIENCE, MAX_GAP_S = SharingSettings().line_patience, SharingSettings().max_gap_s
 POLICIES = ("fcfs", "cfs", "fair", "paced", "timely")

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.step_line import StepLine
 from floodplain.core.request import UNLOADED_FACTOR, Request
 from floodplain.core.sampling import SamplingParams
-from floodplain.sim.instance import StepLine
 from floodplain.workload.arrivals import Lengths, Phase, chat_like, phase_arrivals
 
 BLOCK_TOKENS = 16

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from benchmarks.policies.loads import Load, pool_blocks
+from benchmarks.step_line import StepLine
 from floodplain.core.plan import StepPlan
 from floodplain.policy.base import Policy
 from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import SharingSettings, settings_for
-from floodplain.sim.instance import StepLine
 
 LINE = StepLine(base_s=0.0132, decode_s=0.00064, prefill_token_s=0.0005)
 """A step of SmolLM2 in bf16 on two cores: least squares over the 4,721 steps of a FCFS burst in benchmarks/fairness."""

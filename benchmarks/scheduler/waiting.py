@@ -13,6 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from statistics import mean, median
 
 from benchmarks.scheduler.bench_scheduler import BLOCK_TOKENS
+from benchmarks.step_line import StepLine
 from floodplain.core.backups import BackupTable
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.plan import StepPlan, StepResult
@@ -22,7 +23,6 @@ from floodplain.core.tiers import Link, SlotLedger, Tier
 from floodplain.policy.registry import DEFAULT_POLICY, POLICIES, make_policy
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig, LoopState
-from floodplain.sim.instance import StepLine
 
 WAITING = (100, 1_000, 10_000)
 NUM_PROMPT, MAX_TOKENS = 64, 256

@@ -14,12 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from benchmarks.step_line import StepLine
 from floodplain.core.plan import Transfer
 from floodplain.core.tiers import CopyTime, Link, Tier
 from floodplain.memory.swap_space import SwapSpace
 from floodplain.plugins.vllm import scheduler as plugin
 from floodplain.plugins.vllm.worker import SwapWorker
-from floodplain.sim.instance import StepLine
 from floodplain.sim.links import VirtualLinks
 
 COPY_LATENCY_S = 1e-5

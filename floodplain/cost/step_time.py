@@ -64,7 +64,7 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """Seconds of each part of a step. With only the parts of ``sim.instance.StepLine`` it equals that line.
+    """Seconds of each part of a step; with those of ``LINE_PARTS`` alone, a straight line.
 
     Attributes:
         base_s: For any step: parameters are loaded once for the batch (Eq. 3).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from math import inf
 
@@ -16,23 +16,6 @@ from floodplain.runtime.loop import Loop
 from floodplain.sim.environment import Environment, Event
 from floodplain.sim.links import VirtualLinks
 from floodplain.sim.virtual_engine import DUMMY_TOKEN, VirtualEngine
-
-
-@dataclass(frozen=True, slots=True)
-class StepLine:
-    """The time of a step in seconds as a linear function of its work (least squares over measured steps)."""
-
-    base_s: float
-    decode_s: float
-    prefill_token_s: float
-
-    def time_s(self, plan: StepPlan) -> float:
-        """Seconds of a plan; 0 for a plan that only moves KV."""
-        num_decodes, num_prefill = plan.count_work()
-        if not (num_decodes or num_prefill):
-            return 0.0
-        return self.base_s + self.decode_s * num_decodes + self.prefill_token_s * num_prefill
-
 
 LEAST_AHEAD, MOST_AHEAD = 2, 256
 """Least and most steps that are made at once."""

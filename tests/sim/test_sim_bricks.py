@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.step_line import StepLine
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import PrefillChunk, Relocation, StepPlan, Transfer, TransferKind
 from floodplain.core.request import SeqId
 from floodplain.core.tiers import Direction, Link, Location, Tier
 from floodplain.sim.environment import Environment
-from floodplain.sim.instance import StepLine
 from floodplain.sim.links import VirtualLinks
 from floodplain.sim.machine import resolve_machine
 from floodplain.sim.scenario import make_scenario

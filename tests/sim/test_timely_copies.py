@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 
+from benchmarks.step_line import StepLine
 from floodplain.core.lifecycle import inter_token_latencies_s, time_per_output_token_s
 from floodplain.core.plan import StepPlan
 from floodplain.core.request import UNLOADED_FACTOR, Request
@@ -14,7 +15,6 @@ from floodplain.core.view import Prices
 from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import settings_for
 from floodplain.runtime.state import LoopConfig, LoopState
-from floodplain.sim.instance import StepLine
 from floodplain.sim.serving import Served, VirtualDevice, serve
 from tests.support.bursts import make_burst
 

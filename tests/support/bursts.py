@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
+from benchmarks.step_line import StepLine
 from floodplain.core.backups import BackupTable
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.lifecycle import EventKind, Lifecycle
@@ -21,7 +22,7 @@ from floodplain.policy.base import Policy
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import Counters, LoopConfig, LoopState
 from floodplain.sim.environment import Environment
-from floodplain.sim.instance import StepLine, VirtualInstance
+from floodplain.sim.instance import VirtualInstance
 from floodplain.sim.links import VirtualLinks
 from tests.support.loops import EOS, make_request
 
