@@ -1,11 +1,9 @@
 """``floodplain demo``: serve bursts in three ways with a small real model, then lend memory between two servers.
 
 First part: the pool of KV memory holds about 24 requests (``--quick``: 12 shorter ones), on a slow machine fewer. The
-load depends on this machine's capacity, measured once: a stable rate below it, several times that for the burst. All
-ways get the same requests and serve alternately (``demo.alternation``). Everything runs in this process, from the load
-client to the model; meanwhile the load of other processes is measured (``demo.other_load``). Second part:
-``demo.leases``. With ``--expansion`` or ``--cluster`` there is another, single part: layers that stream, or that are
-dropped (``demo.relief``).
+load depends on this machine's capacity, measured once. All ways serve the same requests alternately
+(``demo.alternation``), in this process, while the load of others is measured (``demo.other_load``). Second part:
+``demo.leases``. With ``--expansion`` or ``--cluster`` there is another, single part.
 """
 
 from __future__ import annotations

@@ -179,11 +179,8 @@ _INTERRUPTED = 130
 def in_own_process(work: Callable[[], T], what: str) -> T:
     """The result of ``work``, which can be pickled, in a forked child, which exits without waiting for its threads.
 
-    Call it before torch is imported: the child has only the calling thread.
-
-    Raises:
-        UserError: ``work`` raised one; or it ended its process: the message begins with ``what``.
-        KeyboardInterrupt: It, or this process, was interrupted.
+    Call it before torch is imported: the child has only the calling thread. UserError if ``work`` raised one, or ended
+    its process (it begins with ``what``); KeyboardInterrupt if either process was interrupted.
     """
     with os.fdopen(os.memfd_create("result"), "w+b") as result:
         child = os.fork()

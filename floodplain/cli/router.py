@@ -50,12 +50,9 @@ def key_to_send(path: Path | None) -> str | None:
 def ask_router(
     base_url: str, path: str, body: Mapping[str, Any] | None = None, *, api_key: str | None = None
 ) -> dict[str, Any]:
-    """The JSON object in a router's answer.
+    """The JSON object in a router's answer; NoAnswer without one, RouterRefuses if the status is not 200.
 
-    Raises:
-        NoAnswer: Nothing answers there.
-        RouterRefuses: The status is not 200.
-        UserError: The answer is not a JSON object.
+    UserError if the answer is not a JSON object.
     """
     answer = ask_now(base_url, path, body, USUAL if body is None else CHANGE, api_key=api_key)
     if answer.status == 404:

@@ -1,9 +1,8 @@
 """The tables of a store, their version, and their upgrade by a leader.
 
-A coordinator that opens a store creates the tables if there are none, and changes no others, because the leader may be
-older. The next leader upgrades them in the transaction that raises the epoch, so the old leader's next write finds
-another epoch. No migration changes the columns that are read to take over: ``epoch``, ``beat``, ``leader``,
-``leader_url`` and ``ttl_s`` of the book.
+A coordinator that opens a store creates the tables if there are none, and changes no others. The next leader upgrades
+them in the transaction that raises the epoch. No migration changes the columns that are read to take over: ``epoch``,
+``beat``, ``leader``, ``leader_url`` and ``ttl_s`` of the book.
 """
 
 from __future__ import annotations

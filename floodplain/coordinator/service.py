@@ -1,11 +1,9 @@
 """One coordinator: its lease book, the store that keeps the book, and whether it leads. No threads, no network.
 
 A change is announced only after its commit. If a commit fails, or its result is unknown, the book in memory is
-discarded and read again, and members send their messages again.
-
-No two clocks are compared. A leader answers only for ``LEASE_S`` after it began its last write. A waiting coordinator
-takes over once it has seen the leader's beat unchanged for ``TAKEOVER_S`` by its own clock, counted from a time after
-that write: the old leader has stopped answering by then. That matters for heartbeats, which write nothing.
+discarded and read again. No two clocks are compared: a leader answers only for ``LEASE_S`` after it began its last
+write, and a waiting coordinator takes over once it has seen the leader's beat unchanged for ``TAKEOVER_S``
+(docs/design/007).
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ A step is, for each layer, dense kernels over all of its tokens and one attentio
 embedding, the last norm, and the output projection and the sampler for each sampled token. The tables have the columns
 of LLMServingSim's profiler (casys-kaist/LLMServingSim, MIT licence), times in microseconds.
 
-Three rules are not in the tables. The attention of decodes of mixed lengths costs what their mean context costs. Dense
-kernels run at the next larger size of a captured graph. Decodes beside a prompt run in a slower kernel than alone, so a
-mixed step is looked up with its largest chunk; each further chunk adds its own time without the launch.
+Not in the tables: the attention of decodes of mixed lengths costs what their mean context costs; dense kernels run at
+the next larger size of a captured graph; decodes beside a prompt run in a slower kernel than alone, so a mixed step is
+looked up with its largest chunk, and each further chunk adds its own time without the launch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The second part of ``floodplain demo``: a server lends memory, recalls it, and lends it again.
+"""The second part of ``floodplain demo``: a server lends memory, recalls it, and lends it again (AQUA's Figure 12).
 
 A server with a light load lends most of its KV pool. Another one has more requests than its own memory holds, and swaps
-the KV of preempted requests to borrowed memory. Half-way the first server's load doubles for a while. It is the
-experiment of AQUA's Figure 12, with real servers and a real coordinator of leases; only the links' speeds are emulated.
+the KV of preempted requests to borrowed memory. Half-way the first server's load doubles for a while.
 """
 
 from __future__ import annotations

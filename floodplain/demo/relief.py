@@ -1,8 +1,7 @@
 """``floodplain demo --cluster``: two instances drop layers in a spike, serve as a pipeline, and restore them later.
 
-One router and two instances, as ``floodplain serve --instances 2 --relief drop`` starts them. A few users; then several
-times as many, which need more KV than both pools hold; then the few again, until all layers are back. The experiment is
-that of KunServe's Figure 12, with real processes on one machine.
+After KunServe's Figure 12, with real processes on one machine: a few users; then several times as many, which need more
+KV than both pools hold; then the few again, until all layers are back.
 """
 
 from __future__ import annotations

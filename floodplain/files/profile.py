@@ -32,10 +32,9 @@ _MAX_NUMBER = 2**62
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """One profile.
+    """One profile of a model, or of a callable (``subject``).
 
     Attributes:
-        subject: The measured model, or the name of a callable.
         is_virtual: Whether time and device were computed from a step line, not measured.
         result: The keys of ``RESULT_KEYS``, and perhaps more.
         tries: The tries in order: one mapping each, in the form of the kind.

@@ -56,13 +56,9 @@ class LeaseRow:
 
 @dataclass(frozen=True, slots=True)
 class LiveView:
-    """What a serving engine does now.
+    """What a serving engine does now, at ``now_s`` on the clock of its ``rows``: live and recently ended requests.
 
-    Attributes:
-        now_s: The time of the view, on the clock of its rows.
-        rows: Live and recently ended requests, by number.
-        why: Why requests wait, in one sentence; None if none waits.
-        parts: JSON values about instances and groups, by name.
+    ``why``: why requests wait, in one sentence; None if none waits. ``parts``: JSON values about instances and groups.
     """
 
     now_s: float

@@ -30,14 +30,10 @@ class TierTraffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapReport:
-    """KV that swapping moved.
+    """KV that swapping moved; ``backup_bytes`` are those of requests that still ran.
 
-    Attributes:
-        out_bytes: KV written at preemptions.
-        in_bytes: KV swapped in.
-        backup_bytes: KV backed up while its request still ran.
-        stall_s: Time in which requests were live and nothing could run before a copy ended.
-        failed_transfers: Incomplete copies, by problem; their KV was recomputed.
+    ``stall_s`` is the time in which requests were live and nothing could run before a copy ended; ``failed_transfers``
+    are incomplete copies, by problem, whose KV was recomputed.
     """
 
     out_bytes: int = 0
@@ -85,10 +81,8 @@ class HardwareReport:
 class EngineReport:
     """The facts of a run that only the engine has.
 
-    Attributes:
-        recomputed_tokens: Tokens computed again because their KV was dropped.
-        wasted_tokens: Tokens sampled for a sequence that had ended while the step ran.
-        scheduler_s: The loop's own time, planning and taking in results, over all steps.
+    ``wasted_tokens`` were sampled for a sequence that had ended while the step ran; ``scheduler_s`` is the loop's own
+    time, planning and taking in results, over all steps.
     """
 
     preemptions: int

@@ -2,8 +2,6 @@
 
 Memory is counted *producer positive*: a model that lends memory has a positive number of bytes, one that needs more a
 negative one. AQUA's section 5 uses both signs (its inputs and Eq. 5 this one, its text on Eq. 4 the other).
-
-Interchangeable units and servers make integer programs slow: a solver would try every renaming.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The integer program of AQUA's section 5, with one integer per mix and group of like servers.
 
-Eq. 6 is minimised by trying pairs of caps, A for ``max mem_s`` (Eq. 4) and E for ``max G_s eq_s`` (Eq. 5). The caps
-decide which mixes may be used; it remains to cover all units by mixes (Eq. 1-3). Pairs are tried by the least A + E
-first. A relaxed program with divided servers is solved before: it is quick, and nearly always gives the answer for
-whole servers. Among optima the one that matches the most bytes is taken.
+Eq. 6 is minimised by trying pairs of caps, A for ``max mem_s`` (Eq. 4) and E for ``max G_s eq_s`` (Eq. 5), by the least
+A + E first. The caps decide which mixes may be used; it remains to cover all units by mixes (Eq. 1-3). A relaxed
+program with divided servers is solved before. Among optima the one that matches the most bytes is taken.
 
 Signs: producers are positive, so ``mem_s`` is what is left over on a server, and ``t = 0`` for a model without any R_m.
 """

@@ -3,10 +3,9 @@
 First bisection over a range, with one try at each rate; then steps up or down to the highest rate that meets the goals
 while the next does not. Tries are repeated only there, because the answer depends on these two judgements alone.
 
-An exact sequential test judges one rate. Tries are counted, not requests: requests of one try share a queue and miss
-their goals together. So the number of tries that meet the goals is binomial, and a rate meets the goals if a try does
-with a probability above one half. The test ends as soon as so many tries agree that, at one half, as many would have
-agreed by now with a probability of at most ``error``.
+A rate meets the goals if a try does with a probability above one half, by an exact sequential test (docs/design/016):
+it ends as soon as so many tries agree that, at one half, as many would have agreed by now with a probability of at most
+``error``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """What a client may send: the bodies of the OpenAI API, with the fields that vLLM adds.
 
-Every field is served, ignored because it cannot change tokens, or refused by name: see ``fields``. Ranges are checked
-by ``SamplingParams``.
-
-Source: https://platform.openai.com/docs/api-reference/{completions,chat}/create
+Every field is served, ignored because it cannot change tokens, or refused by name (``fields``). ``SamplingParams``
+checks ranges. Source: https://platform.openai.com/docs/api-reference/{completions,chat}/create
 """
 
 from __future__ import annotations

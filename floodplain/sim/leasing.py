@@ -33,12 +33,9 @@ OUTCOMES = ("granted", "recalled", "returned", "lost")
 
 
 class VirtualDevices:
-    """The bytes that borrowers hold on lenders' devices, and what was lost there.
+    """The bytes that borrowers hold, by lender, how often each lender's device was replaced, and moved bytes.
 
-    Attributes:
-        held: Bytes by lender.
-        lives: How often each lender's device was replaced.
-        moved_bytes: Of KV that left lent memory for host memory, before it was given back.
+    ``moved_bytes``: of KV that left lent memory for host memory, before it was given back.
     """
 
     def __init__(self) -> None:

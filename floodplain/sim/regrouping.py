@@ -1,9 +1,7 @@
 """Drop and restore in virtual time: instances become a group, and single instances again; each step is timed.
 
-As in the engine (KunServe, sections 4.1, 4.2, 4.4): members pause at a boundary, pages are remapped, the group accepts
-new requests at once, and running requests resume when their KV has been copied; copied KV is unmapped then. Restore:
-parameters are pulled while the group runs, it pauses, pages are remapped, KV is copied back. Simpler than the engine:
-the group keeps its blocks until it pauses.
+As in the engine (KunServe, sections 4.1, 4.2, 4.4; docs/design/018), but simpler: the group keeps its blocks until it
+pauses.
 """
 
 from __future__ import annotations

@@ -65,12 +65,10 @@ class Peaks:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The result of serving requests.
+    """The result of serving requests; ``lifecycles`` are in order of arrival.
 
-    Attributes:
-        lifecycles: Lifecycles of the requests, in order of arrival.
-        duration_s: Virtual time until the last token and the last copy.
-        stall_s: Time in which nothing could run before a copy ended.
+    ``duration_s`` is the virtual time until the last token and the last copy, ``stall_s`` the time in which nothing
+    could run before a copy ended.
     """
 
     lifecycles: list[Lifecycle]
