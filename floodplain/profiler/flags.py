@@ -124,15 +124,17 @@ def check_virtual_engine(engine: EngineConfig) -> None:
 
 def check_load(spec: WorkloadSpec) -> None:
     """Refuse flags of a workload that the search decides, with a UserError."""
-    cuts = spec.trace is not None or (spec.prompts is not None and spec.lengths is None)
-    for name, is_given, instead in (
-        ("request_rate", math.isfinite(spec.request_rate), "give --rates"),
-        ("num_prompts", spec.num_prompts is not None, "give --try-seconds"),
-        ("burst_factor", spec.burst_factor != 1.0, "tries have one rate each; see floodplain profile swap"),
-        ("speedup", spec.speedup != 1.0, "a trace is stretched to each rate: give --rates"),
-        ("limit", spec.limit is not None and not cuts, "give --try-seconds"),
+    given = changed(spec)
+    if spec.trace is not None or (spec.prompts is not None and spec.lengths is None):
+        given.pop("limit", None)  # it cuts the trace or the prompts
+    for name, instead in (
+        ("request_rate", "give --rates"),
+        ("num_prompts", "give --try-seconds"),
+        ("burst_factor", "tries have one rate each; see floodplain profile swap"),
+        ("speedup", "a trace is stretched to each rate: give --rates"),
+        ("limit", "give --try-seconds"),
     ):
-        if is_given:
+        if name in given:
             raise UserError(f"{flag_name(name)} does not go with a search for the rate: {instead}")
 
 
@@ -190,13 +192,8 @@ class SwapProfileConfig:
         """Refuse flags that the bursts decide, and zero or two flags of the stable rate, with a UserError."""
         if math.isfinite(spec.request_rate) == (self.llm_profile is not None):
             raise UserError("what is the stable rate? Give --request-rate, or --llm-profile FILE")
-        for name, is_given in (
-            ("num_prompts", spec.num_prompts is not None),
-            ("burst_factor", spec.burst_factor != 1.0),
-            ("speedup", spec.speedup != 1.0),
-            ("goodput", bool(spec.goodput)),
-        ):
-            if is_given:
+        for name in ("num_prompts", "burst_factor", "speedup", "goodput"):
+            if name in changed(spec):
                 raise UserError(f"{flag_name(name)} does not go with --bursts: leave it out")
 
 

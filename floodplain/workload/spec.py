@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from floodplain.core.errors import UserError
-from floodplain.core.flags import flag
+from floodplain.core.flags import changed, flag
 from floodplain.workload.arrivals import (
     FloatArray,
     arrival_times,
@@ -100,14 +100,9 @@ class WorkloadSpec:
 
     def _check_contradictions(self) -> None:
         if self.trace is not None:
-            for name, is_given in (
-                ("request_rate", math.isfinite(self.request_rate)),
-                ("burst_factor", self.burst_factor != 1.0),
-                ("burstiness", self.burstiness != 1.0),
-                ("num_prompts", self.num_prompts is not None),
-                ("lengths", self.lengths is not None),
-            ):
-                if is_given:
+            given = changed(self)
+            for name in ("request_rate", "burst_factor", "burstiness", "num_prompts", "lengths"):
+                if name in given:
                     hint = "use limit" if name == "num_prompts" else "leave it out"
                     raise UserError(f"{name} does not go with trace, which says so itself: {hint}")
         elif self.speedup != 1.0:
