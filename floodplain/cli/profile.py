@@ -14,14 +14,12 @@ from floodplain.core.flags import flag
 from floodplain.engine.config import EngineConfig, check_early
 from floodplain.files.extras import require
 from floodplain.files.profile import Profile, read_profile
-from floodplain.files.results import check_writable
+from floodplain.files.results import PLOT_HELP, check_picture, check_writable
 from floodplain.observe.profile import describe_profile, save_and_show
 from floodplain.observe.terminal import say
 from floodplain.profiler.flags import LlmProfileConfig, SwapProfileConfig, check_load
 from floodplain.web.client import check_server
 from floodplain.workload.spec import WorkloadSpec
-
-PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +37,10 @@ class ShowConfig:
     """The flags of ``show``. Raises UserError if the picture's name has another ending."""
 
     profile: Path = field(metadata={"help": "what floodplain profile --out wrote", "positional": True})
-    plot: Path | None = flag(None, f"draw it into this file ({', '.join(PICTURES)})")
+    plot: Path | None = flag(None, PLOT_HELP)
 
     def __post_init__(self) -> None:
-        if self.plot is not None and self.plot.suffix not in PICTURES:
-            raise UserError(f"--plot {self.plot} must end in one of {', '.join(PICTURES)}")
+        check_picture(self.plot)
 
 
 def add_parser(verbs: Any) -> None:

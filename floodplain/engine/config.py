@@ -20,7 +20,8 @@ from floodplain.policy.lending import LendingSettings
 from floodplain.policy.registry import DEFAULT_POLICY, POLICIES
 from floodplain.policy.settings import FAIR_BY, SLICE_STEPS, SharingSettings, settings_for
 
-DTYPES = ("float32", "bfloat16")
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+"""Bytes of a value in each number format."""
 SWAPS = ("none", "host", "peer")
 HARDWARE_PREFIX = "emulated-"
 HARDWARE = tuple(f"{HARDWARE_PREFIX}{name}" for name in LINKS)
@@ -97,7 +98,7 @@ class EngineConfig:
     max_waiting: int = flag(4096, "most requests that wait; the next is refused (HTTP 429)")
     max_model_len: int | None = flag(None, "most tokens of a request, prompt and output (default: the model's)")
     enable_prefix_caching: bool = flag(True, "reuse KV blocks of equal prefixes")
-    dtype: str = flag("bfloat16", "number format of weights and KV", choices=DTYPES)
+    dtype: str = flag("bfloat16", "number format of weights and KV", choices=tuple(DTYPE_BYTES))
     pack_weights: bool = flag(
         True,
         "on a CPU, keep weight matrices in its own blocked layout (in float32 if it multiplies bfloat16 slowly): faster"
@@ -324,9 +325,6 @@ def _check_type(name: str, value: Any, kinds: tuple[type, ...]) -> None:
     raise UserError(f"{flag_name(name)} must be {_NOUNS[kinds[0]]}{at_least}, not {value!r}")
 
 
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-
-
 def check_early(config: EngineConfig) -> None:
     """Check that the model exists, and that memory sizes fit the machine and a KV block. Raises UserError."""
     sizes = {"--kv-memory": config.kv_memory, "--swap-memory": config.swap_memory}
@@ -337,7 +335,7 @@ def check_early(config: EngineConfig) -> None:
             if size > available:
                 asked_size, free = format_size(size), show_size(available)
                 raise UserError(f"{flag} {asked_size} is more than the {free} that this machine has free: lower it")
-    block_bytes = config.block_tokens * peek_shape(config.model).kv_bytes_per_token(_ITEM_BYTES[config.dtype])
+    block_bytes = config.block_tokens * peek_shape(config.model).kv_bytes_per_token(DTYPE_BYTES[config.dtype])
     for flag, size in asked.items():
         if size < block_bytes:
             least = show_size(block_bytes)

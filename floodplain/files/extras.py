@@ -1,7 +1,8 @@
-"""Packages that only some commands need, and the extra of ``pip install`` that brings each."""
+"""Packages that only some commands need, the extra of ``pip install`` that brings each, and versions."""
 
 from __future__ import annotations
 
+from importlib import metadata
 from importlib.util import find_spec
 
 from floodplain.core.errors import UserError
@@ -43,6 +44,14 @@ def missing(user: str, module: str, fault: str = "is not installed") -> UserErro
     """The error for an optional module that is not installed, or that has another fault, in one line with its extra."""
     name, extra = _NAMES.get(module, module), EXTRAS[module]
     return UserError(f"{user} needs {name}, which {fault}: pip install 'floodplain[{extra}]'")
+
+
+def version_of(package: str) -> str | None:
+    """The version of an installed package; None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _is_installed(module: str) -> bool:

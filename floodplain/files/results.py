@@ -18,6 +18,15 @@ _PART = ".floodplain-{}.part"
 """Name of a partial file, which is renamed to the result once it is complete."""
 _held_pipes: list[int] = []
 
+PICTURES = (".png", ".svg", ".pdf")
+PLOT_HELP = f"draw it into this file ({', '.join(PICTURES)})"
+
+
+def check_picture(path: Path | None) -> None:
+    """Raise UserError if the file of ``--plot`` has another ending than those of ``PICTURES``."""
+    if path is not None and path.suffix not in PICTURES:
+        raise UserError(f"--plot {path} must end in one of {', '.join(PICTURES)}")
+
 
 def check_writable(path: Path, flag: str = "--out", *others: Path | None) -> None:
     """Make a result's folder, and check that the file can be written. Raises UserError, with ``flag``, if not.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from platform import python_version
 from typing import Any
 
@@ -14,6 +13,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from floodplain import __version__
+from floodplain.files.extras import version_of
 from floodplain.web.workers import Workers
 
 Values = float | Mapping[Any, float]
@@ -48,7 +48,7 @@ class ProcessMetrics(Collector):
 
     def __init__(self) -> None:
         self._process = ProcessCollector(registry=None)
-        self._build = {"version": __version__, "torch": _installed("torch"), "python": python_version()}
+        self._build = {"version": __version__, "torch": version_of("torch") or "", "python": python_version()}
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, as of now."""
@@ -56,13 +56,6 @@ class ProcessMetrics(Collector):
         build.add_metric(list(self._build.values()), 1)
         yield build
         yield from self._process.collect()
-
-
-def _installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 OPEN_METRICS = "application/openmetrics-text"

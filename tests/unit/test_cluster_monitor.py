@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from floodplain.cluster.groups.controller import GroupController
-from floodplain.cluster.groups.plan import DTYPE_BYTES
 from floodplain.cluster.router.monitor import Monitor, Notice
 from floodplain.cluster.router.webhook import Webhook
 from floodplain.cluster.state.request_table import RequestTable
@@ -19,6 +18,7 @@ from floodplain.cluster.sums import StatsTable
 from floodplain.cluster.wire.group_messages import GroupOrder, Prepare
 from floodplain.core.group_sizes import GroupSizes
 from floodplain.core.groups import GroupState
+from floodplain.engine.config import DTYPE_BYTES
 from floodplain.engine.outputs import EngineStats
 from floodplain.model.weights.open_model import open_model
 from floodplain.policy.relief import ArrivalMeter, Progress, StepMeter, StreamStep

@@ -16,8 +16,7 @@ from floodplain.core.group_sizes import GroupSizes, HeldRow, MemberReport, Merge
 from floodplain.core.tiers import find_slot
 from floodplain.cost.model_shape import ModelShape
 from floodplain.cost.pipeline import StageMemory, head_layers, split_layers
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+from floodplain.engine.config import DTYPE_BYTES
 
 
 @dataclass(frozen=True, slots=True)

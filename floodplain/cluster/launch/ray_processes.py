@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
 import json
 import logging
 import os
@@ -18,7 +17,7 @@ from floodplain.cluster.launch.processes import Ending, LastWords
 from floodplain.cluster.launch.ray_driver import MOST_LINE_BYTES
 from floodplain.cluster.settings import RaySetup
 from floodplain.core.errors import UserError
-from floodplain.files.extras import missing
+from floodplain.files.extras import missing, version_of
 
 logger = logging.getLogger(__name__)
 
@@ -140,10 +139,9 @@ _LOST = Ending(-1, "the process that speaks to Ray has ended")
 
 def check_ray() -> None:
     """Raise ``UserError`` if Ray is not installed, or too old to authenticate; it says what to install."""
-    try:
-        version = importlib.metadata.version("ray")
-    except importlib.metadata.PackageNotFoundError:
-        raise missing("--cluster", "ray") from None
+    version = version_of("ray")
+    if version is None:
+        raise missing("--cluster", "ray")
     release = tuple(int(part) for part in version.split(".")[:2])
     if release < FIRST_RELEASE:
         wanted = ".".join(map(str, FIRST_RELEASE))

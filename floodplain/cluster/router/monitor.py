@@ -12,13 +12,13 @@ from functools import partial
 from math import inf
 
 from floodplain.cluster.groups.controller import GroupController
-from floodplain.cluster.groups.plan import DTYPE_BYTES
 from floodplain.cluster.state.request_table import RequestTable
 from floodplain.cluster.state.roster import Instance
 from floodplain.cluster.sums import StatsTable
 from floodplain.core.errors import UserError
 from floodplain.core.groups import GroupState
 from floodplain.cost.model_shape import ModelShape
+from floodplain.engine.config import DTYPE_BYTES
 from floodplain.policy.drop import (
     ClusterLoad,
     DropMove,
