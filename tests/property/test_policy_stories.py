@@ -2,12 +2,13 @@
 
 Laws: every request that is not aborted gets the tokens of an undisturbed run; ledgers balance after every call; each
 decision is possible; something runs while requests are live, and all comes to rest within a bound; swap space ends
-empty. ``tests/sim/test_long_stories.py`` has longer ones.
+empty. Long stories have twice as many requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count, product
 
@@ -20,9 +21,10 @@ from floodplain.core.plan import Decision, Reason
 from floodplain.core.sequence import Status
 from floodplain.core.view import SequenceView, View
 from floodplain.policy.base import SharingPolicy
+from floodplain.policy.fair import FairPolicy
 from floodplain.policy.gate import GatedPolicy
 from floodplain.policy.paced import STEPS_BESIDE
-from floodplain.policy.ranking import slice_for
+from floodplain.policy.ranking import Ranking, live_rows, slice_for
 from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import SharingSettings
 from floodplain.policy.swap import SwapBudget
@@ -203,3 +205,49 @@ def test_stories_notice_a_policy_that(fault: Fault, policy: str, monkeypatch: py
     with pytest.raises((AssertionError, InvariantError)):
         for seed in range(200):
             Teller(make_story(seed, policy, max_requests=16)).tell()
+
+
+# -- more and longer stories -------------------------------------------------------------------------------------------
+
+
+NUM_STORIES = 2000 if os.environ.get("HYPOTHESIS_PROFILE") == "explore" else 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", SHARING)
+def test_every_long_story_ends_well(policy: str) -> None:
+    @settings(max_examples=NUM_STORIES)
+    @given(seed=SEEDS)
+    def law(seed: int) -> None:
+        Teller(make_story(seed, policy)).tell()
+
+    law()
+
+
+def counts_on_what_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Turn, "_has_shared", property(lambda self: False, lambda self, value: None), raising=False)
+
+
+def preempts_all_requests_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rank(self: SharingPolicy, view: View, now: float) -> Ranking:
+        rows = sorted(live_rows(view), key=lambda row: -row.entered_step)
+        return Ranking(rows[::-1] if view.step % 2 else rows, frozenset(), 1)
+
+    monkeypatch.setattr(FairPolicy, "rank", rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mutate", "policy", "seed"),
+    [
+        (counts_on_what_leaves, "cfs", 1290),
+        (preempts_all_requests_at_once, "fair", 86),
+    ],
+)
+def test_long_stories_notice_a_policy_that(
+    mutate: Callable[[pytest.MonkeyPatch], None], policy: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch)
+    with pytest.raises((AssertionError, InvariantError)):
+        for number in range(seed, seed + 200):
+            Teller(make_story(number, policy)).tell()
