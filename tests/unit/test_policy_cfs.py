@@ -46,10 +46,6 @@ def test_served_work_is_tokens_generated_or_computed_of_a_prompt() -> None:
     assert served(waiting(0), 100) == (False, 0)
 
 
-def test_a_long_prompt_goes_before_streams_that_were_given_fewer_tokens() -> None:
-    assert order(stream(0), prompt(1, 300, 200), waiting(2)) == [2, 1, 0]
-
-
 def test_a_prompt_in_swap_space_keeps_what_it_has() -> None:
     half = swapped(0, num_prompt=30, num_tokens=30, num_restorable_tokens=20)
     assert prefilled_tokens(half, 100) == 20
@@ -119,11 +115,6 @@ def test_over_a_varying_link_ends_of_long_slices_are_ends_of_short_ones() -> Non
         slow = {"tiers": (host(block_s=block_s),), "prices": Prices(step_s=0.02, prefill_token_s=0.02)}
         turns = [step for step in range(100, 116) if left(decide(*RESIDENTS, swapped(3), step=step, **slow, **FULL))]
         assert turns == ends_at
-
-
-def test_between_the_ends_of_slices_no_request_is_preempted() -> None:
-    for step in (101, 102, 103):
-        assert decide(*RESIDENTS, swapped(3), step=step, **FULL).preemptions == ()
 
 
 def test_a_completion_ends_the_slice() -> None:

@@ -28,10 +28,6 @@ def decide(*rows: SequenceView, num_available_blocks: int = 100, **fields: objec
     return FcfsPolicy().decide(view, 0.0, Random(0))
 
 
-def test_an_empty_view_decides_nothing() -> None:
-    assert decide() == Decision()
-
-
 def test_an_older_prefill_leaves_younger_decodes_their_tokens() -> None:
     chunking = prompt(0, 90, 10)
     decision = decide(chunking, row(1), row(2), max_batched_tokens=32)
@@ -47,12 +43,6 @@ def test_an_outstanding_victim_is_held_back_not_preempted() -> None:
     assert decision.decodes == (1,)  # the first waits for its block, the last is held back for it
 
 
-def test_cached_blocks_of_a_prompt_need_no_room() -> None:
-    cached = waiting(0, 80, num_cached_tokens=40, num_shared_blocks=10)
-    assert decide(cached, num_available_blocks=10).admissions
-    assert not decide(cached, num_available_blocks=9).admissions
-
-
 def test_a_prefix_that_others_hold_costs_no_block_but_a_cached_one_does() -> None:
     cached = waiting(0, 10, num_cached_tokens=8)
     shared = waiting(0, 10, num_cached_tokens=8, num_shared_blocks=2)
@@ -61,32 +51,7 @@ def test_a_prefix_that_others_hold_costs_no_block_but_a_cached_one_does() -> Non
     assert [c.num_tokens for c in decide(shared, num_available_blocks=1).admissions] == [2]
 
 
-def test_nothing_is_scheduled_beyond_the_last_token() -> None:
-    assert decide(row(0, end_step=100), row(1, end_step=101)).decodes == (1,)
-
-
-def test_a_decision_depends_on_the_view_alone() -> None:
-    rows = row(0, block_due_step=100), row(1), waiting(2, 9)
-    assert decide(*rows) == decide(*rows)
-
-
 # -- through a loop --------------------------------------------------------------------------------------------------
-
-
-def test_a_preempted_request_keeps_its_place_and_recomputes_what_it_had() -> None:
-    driver = Driver(make_loop(num_blocks=5, max_model_len=20, caches_prefixes=False))
-    first, second = (driver.submit(range(k, k + 8), max_tokens=8, ignore_eos=True) for k in (0, 8))
-    driver.step()
-    third = driver.submit([1, 2], max_tokens=2, ignore_eos=True)
-    preempting = driver.step()
-    assert [order.seq_id for order in preempting.preemptions] == [second]
-    assert driver.seq(second).num_computed == 0
-    assert [seq.seq_id for seq in driver.loop.state.waiting.head()] == [second, third]
-    plans = driver.run()
-    starts = [chunk.seq_id for plan in plans for chunk in plan.prefills]
-    assert starts.index(second) < starts.index(third)
-    assert driver.loop.counters.num_recomputed_tokens == 8
-    assert driver.finished.keys() == {first, second, third}
 
 
 def test_a_preempted_request_finds_its_own_prefix_again() -> None:

@@ -141,12 +141,6 @@ def test_no_bytes_are_offered_without_a_receiver_or_a_gain(engine: Engine) -> No
     assert engine.run(1, used=300, waiting=1, can_offer=False) == 0, "a recall does not ask"
 
 
-def test_the_longest_request_and_the_flag_bound_it() -> None:
-    assert Engine(LendingPolicy(HOW, least_blocks=900)).run(60) == 100
-    assert Engine(LendingPolicy(HOW, least_blocks=100, most_blocks=200)).run(60) == 200
-    assert Engine(LendingPolicy(HOW, least_blocks=1000)).run(60) == 0
-
-
 @pytest.mark.parametrize("wrong", [{"low": 0.9}, {"low": 0.0}, {"high": 1.1}, {"busy_s": 10.0}])
 def test_settings_that_would_flap_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(InvariantError):

@@ -42,10 +42,6 @@ def row(number: int, last_token_s: float, **fields: object) -> SequenceView:
 # -- the parts -------------------------------------------------------------------------------------------------------
 
 
-def test_while_all_streams_fit_into_the_core_there_are_no_rotating_streams() -> None:
-    assert parts(make_view(*(stream(number) for number in range(5)), num_blocks=30)) == ([0, 1, 2, 3, 4], [])
-
-
 def test_the_core_are_the_oldest_streams_that_fit_into_its_part() -> None:
     view = make_view(*(swapped(number) for number in range(20)), num_blocks=30)
     assert parts(view, rotation_share=0.3) == ([*range(7)], [*range(7, 20)])  # 21 blocks of three each
@@ -84,11 +80,6 @@ def test_without_a_goal_it_is_five_times_what_a_token_takes_alone() -> None:
     assert PaceGoals(make_view(), None).of(swapped(0)) == math.inf
 
 
-def test_while_no_step_is_priced_the_rotation_is_the_small_one() -> None:
-    view = make_view(*(swapped(number) for number in range(12)), num_blocks=30)
-    assert parts(view, rotation_share=0.3)[0] == [*range(7)]
-
-
 @pytest.mark.parametrize(("num_slots", "core"), [(1000, 7), (48, 8), (16, 9), (0, 9)])
 def test_the_rotation_needs_eight_slots_for_each_of_its_blocks(num_slots: int, core: int) -> None:
     """Of 30 blocks: 9, 6 and then the least, 2."""
@@ -96,11 +87,6 @@ def test_the_rotation_needs_eight_slots_for_each_of_its_blocks(num_slots: int, c
     view = make_view(*(swapped(number) for number in range(12)), num_blocks=30, tiers=tiers)
     assert LEAST_SHARE == 0.07
     assert len(parts(view, rotation_share=0.3)[0]) == core
-
-
-def test_one_of_the_core_is_never_overdue() -> None:
-    view = make_view(*(row(number, 0.0) for number in range(5)), num_blocks=50)
-    assert parts(view, rotation_share=0.3, now=10.0) == ([*range(5)], [])
 
 
 def test_the_core_shrinks_if_an_overdue_rotating_stream_does_not_fit_its_part() -> None:
@@ -247,10 +233,6 @@ def test_without_a_limit_in_seconds_the_most_silence_follows_the_tpot_goal() -> 
 def test_a_silent_core_is_no_crowd() -> None:
     """A silent stream of the core waits for its copies, not for other streams' turns."""
     assert rank(make_view(swapped(0, last_token_s=0.0), waiting(5), num_blocks=50), max_gap_s=1.0).reason is None
-
-
-def test_without_newcomers_there_is_no_crowd() -> None:
-    assert rank(make_view(*CROWD, num_blocks=5), max_gap_s=1.0).reason is None
 
 
 def test_where_no_newcomer_waits_a_crowd_limits_nothing() -> None:

@@ -119,10 +119,6 @@ FULL = {"num_available_blocks": 40, "num_empty_blocks": 3, "prices": Prices(step
 DECODE = Decision(decodes=(SeqId(0),))
 
 
-def test_what_a_step_could_evict_is_saved_first() -> None:
-    assert prefix_backup(make_view(**FULL), DECODE, 100) == PrefixBackupOrder(16, 16, Tier.HOST)
-
-
 @pytest.mark.parametrize(
     ("fields", "num_spare"),
     [

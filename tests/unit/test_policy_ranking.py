@@ -34,10 +34,6 @@ def order(policy: FairPolicy | CfsPolicy, view: View) -> list[int]:
     return [row.seq_id for row in policy.rank(view, 0.0).rows]
 
 
-def test_a_request_with_one_choice_was_served_its_own_tokens() -> None:
-    assert tokens_of_requests(make_view(stream(0), swapped(1, num_tokens=15), waiting(2)), 4) == {0: 4, 1: 7, 2: 0}
-
-
 def test_choices_count_together_with_those_that_ended() -> None:
     rows = [choice(stream(number), 1, num_ended_tokens=9) for number in (1, 2)]
     assert tokens_of_requests(make_view(*rows, stream(3)), 4) == {1: 17, 2: 21, 3: 4}
@@ -84,11 +80,6 @@ def test_a_further_choice_has_no_prompt_to_be_served() -> None:
 
 
 # -- the length of a slice: as set, or as long as the copies for the next one ------------------------------------------
-
-
-def test_a_fast_link_changes_nothing() -> None:
-    view = make_view(tiers=(host(block_s=0.001),), prices=Prices(step_s=0.05))
-    assert slice_for(view, 100, SETTINGS) == Slice(4)
 
 
 def test_a_slow_link_makes_slices_longer_and_gives_the_reason() -> None:

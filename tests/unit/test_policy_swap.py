@@ -168,10 +168,6 @@ def test_swap_outs_of_this_step_use_the_link_before_write_behind() -> None:
     assert swap.write_behind([stream(1)]) == ()
 
 
-def test_without_swap_space_nothing_is_written() -> None:
-    assert SwapBudget(make_view(tiers=())).write_behind([stream(0)]) == ()
-
-
 # -- a prompt that is swapped out midway resumes with all computed tokens, its tail included ---------------------------
 
 

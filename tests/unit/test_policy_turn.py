@@ -172,12 +172,6 @@ def test_a_stream_whose_last_token_is_outstanding_takes_no_place() -> None:
     assert TokenBudget(view, 0.5).prefill_for(30) == 1
 
 
-def test_a_stream_that_comes_back_is_a_stream() -> None:
-    """Its one token is in the step at any length of prompts, and it caps prompts like other streams."""
-    assert chunks_of(make_view(prompt(0, 500), back(1), prices=PRICES)) == {0: 20, 1: 1}
-    assert chunks_of(make_view(prompt(0, 500), back(1), max_batched_tokens=2)) == {0: 1, 1: 1}
-
-
 def test_prompts_that_are_there_go_before_those_that_come() -> None:
     """By arrival: otherwise each newcomer's first chunk would delay all earlier first tokens."""
     assert chunks_of(make_view(prompt(0, 100, 8), waiting(1, 100), max_batched_tokens=50)) == {0: 50}
