@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from typing import NewType, cast
 
 BlockId = NewType("BlockId", int)
-"""The index of a block in the KV pool."""
 
 
 class FreeBlocks:

@@ -90,7 +90,6 @@ TABLE: Mapping[tuple[GroupState, GroupEvent], GroupState] = (
     | {(state, _E.ENDED): _S.OVER for state in _GROUPED}
     | {(state, _E.EXPIRED): _S.OVER for state in _GROUPED if state is not _S.PIPELINED}
 )
-"""All transitions."""
 
 STALE = frozenset({_E.CANCELLED, _E.EXPIRED})
 """Events that may arrive after their state, such as a late refusal or timer. They change nothing."""

@@ -44,7 +44,6 @@ class Structure:
 
 
 ANY_OBJECT = Structure(StructureKind.JSON_SCHEMA, '{"type": "object"}')
-"""Any JSON object."""
 
 
 MAX_LOGPROBS = 20

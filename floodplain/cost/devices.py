@@ -65,7 +65,6 @@ _TABLE = (
     Device("gh200-96gb", _gib(95.0), 4.0e12, 989.4e12, NVLINK, "NVIDIA GH200 data sheet; memory assumed"),
 )  # fmt: skip
 DEVICES: dict[str, Device] = {device.name: device for device in _TABLE}
-"""All devices by name."""
 
 
 def device_named(name: str) -> Device:

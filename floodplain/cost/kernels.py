@@ -26,7 +26,6 @@ PER_LAYER: Mapping[str, int] = {
 }  # fmt: skip
 """How often each dense kernel runs in a layer: all experts of its tokens, and sums over GPUs, among them."""
 ONCE = ("embedding", "final_layernorm")
-"""Dense kernels that run once a step."""
 MAX_TOKENS = 2**14
 """Most tokens of a step, and most sequences: beyond the measured sizes the last slope is continued."""
 _NO_DECODE_TOP = 1.5

@@ -175,7 +175,6 @@ MAX_RENDER_S = 10.0
 """Longest run of a template: a thousand times the time of a long conversation."""
 
 _TEMPLATE_FILE = "<template>"
-"""The file name with which Jinja compiles templates."""
 _MAX_QUOTED_CHARS = 300
 
 

@@ -45,7 +45,6 @@ POLICY_COLOURS: Mapping[str, str] = {
 }
 """Colours of policies and systems by a word of their name, in every picture; the first word that is found counts."""
 _FREE = (BLUE, PINK, SKY, ORANGE, VERMILLION, BLACK, GREEN)
-"""Colours of other names, in this order."""
 
 STYLE: Mapping[str, Any] = {
     "axes.axisbelow": True,
@@ -120,7 +119,6 @@ def small_png(figure: Figure) -> bytes:
 WIDTH, EDGE, AXIS_INCHES = 8.0, 0.12, 0.55
 """Inches: the width of a figure, its margin, and the height of its horizontal axis with a label."""
 _TITLE, _WHERE, _KEY = 12.5, 8.5, 9.5
-"""Font sizes in points."""
 _LINE_HEIGHT, _POINTS = 1.35, 72
 _CHAR_WIDTH = {_TITLE: 0.61, _WHERE: 0.57, _KEY: 0.56}
 """Mean width of a character, relative to the font size; titles are bold."""

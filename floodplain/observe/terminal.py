@@ -19,7 +19,6 @@ from floodplain.files.results import writing
 from floodplain.observe.start_log import PROGRESS
 
 MAX_LINE = 1000
-"""Most characters of a printed error."""
 CLEAR = "\033[H\033[J"
 CLEAR_LINE = "\r\033[K"
 PLAIN_S, REDRAW_S = 5.0, 0.1

@@ -61,7 +61,6 @@ class Unknown:
 Curve = tuple[Sequence[float] | Sequence[str], Sequence[float]]
 """Places and values; places that are texts are bars."""
 Curves = Mapping[str, Curve]
-"""Curves by their name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from floodplain.planner.placement import read_spots
 
 MAX_BYTES, MAX_DEPTH = 2**22, 5
 MAX_GPUS = 2**18
-"""The most GPUs of a cluster."""
 MAX_SERVER_GPUS = 1024
 MAX_MEMORY_BYTES = 2**44
 """The most memory of a GPU. A cluster with the most GPUs then has less than 2^63 bytes."""

@@ -18,7 +18,6 @@ from floodplain.files.extras import require
 from floodplain.files.parsing import parsing, reason_of
 
 BatchRun = Callable[[int], object]
-"""Computes a batch of a given size."""
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
 }  # fmt: skip

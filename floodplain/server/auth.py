@@ -12,7 +12,6 @@ from floodplain.core.request import NO_GOALS, Goals
 from floodplain.web.bearer import SecretRing, read_secret_lines
 
 KEY_LINE = "KEY, or [admin] NAME KEY [PRIORITY] [ttft=MS] [tpot=MS]"
-"""Format of a line in a key file."""
 ADMIN = "admin"
 LEAST_ADMIN_LETTERS = 8
 """Least length of an admin's key. A mistyped limit of a client named ``admin`` is shorter, and so refused."""

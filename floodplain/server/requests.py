@@ -37,7 +37,6 @@ class PromptLimit:
 
 
 MAX_PROMPTS = 256
-"""Most prompts in one completion request."""
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 """Bounded, because each new token's text is compared with all stop strings, on the engine's thread."""
@@ -55,9 +54,7 @@ TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
 _BadWord = Annotated[str, Field(max_length=MAX_BAD_CHARS)]
 
 RequestId = Annotated[str, Field(pattern=REQUEST_ID)]
-"""A client's name of a request."""
 SessionName = Annotated[str, Field(max_length=1024)]
-"""A client's name of a conversation or agent."""
 
 
 def kind_of_text(value: object) -> str | None:

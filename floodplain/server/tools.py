@@ -88,7 +88,6 @@ def _kind_of_choice(value: object) -> str | None:
 
 
 BY_KIND = chosen_by(_kind_of_choice, 'should be "none", "auto", "required" or an object that names a function')
-"""Chooses the branch of a choice of tools."""
 ChoiceWord = Annotated[Literal["none", "auto", "required"], Tag(WORD)]
 ToolChoice = Annotated[ChoiceWord | Annotated[NamedChoice, Tag(FUNCTION)], BY_KIND]
 

@@ -9,7 +9,6 @@ from floodplain.core.errors import UserError
 from floodplain.files.yaml_file import parse_yaml
 
 MAX_SWEEP = 1000
-"""The most runs of a sweep."""
 
 
 def sweep_of(texts: Sequence[str]) -> list[tuple[str, ...]]:

@@ -13,7 +13,6 @@ from floodplain.files.reading import FileContent, decode, read_file
 from floodplain.web.address import is_loopback
 
 MAX_SECRETS_BYTES = 2**24
-"""Largest file of secrets."""
 T = TypeVar("T")
 
 

@@ -59,7 +59,6 @@ class RequestFields:
 
 
 NO_FIELDS = RequestFields()
-"""No fields."""
 
 
 def error_body(error: Exception, fields: RequestFields = NO_FIELDS) -> tuple[int, dict[str, Any]]:

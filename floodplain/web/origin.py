@@ -56,7 +56,6 @@ class OwnNames:
 
 
 LOOPBACK_ONLY = OwnNames()
-"""The names of a service that only this machine uses."""
 
 
 def expect_own_names(scope: Scope, names: OwnNames) -> None:

@@ -24,7 +24,6 @@ MAX_CHUNK_BYTES = 16 * 2**20
 MAX_REQUEST_INDICES = 2048
 """Most indices of one request; a client splits longer ones."""
 YES = b"\x01"
-"""The answer to a hello."""
 
 _HELLO = struct.Struct(f"!4s{SECRET_BYTES}s")
 _MAGIC = b"FPBK"

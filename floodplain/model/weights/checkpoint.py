@@ -12,7 +12,6 @@ from floodplain.cost.model_shape import ModelShape
 from floodplain.model.network.config import ModelConfig
 
 _MOST_SHOWN = 120
-"""Most characters of a name in a message."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,6 @@ FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 SAME_WEIGHTS = "consolidated*.safetensors"
 """Mistral publishes the weights a second time, under the names of its own code."""
 _OTHER_WEIGHTS = [SAME_WEIGHTS, "*/*.safetensors"]
-"""Files of weights that are not read."""
 
 
 def is_hub_id(model: str) -> bool:

@@ -37,7 +37,6 @@ ALONE = ("policy", "seed", *_SHARING)
 """Settings of the scheduler without our connector."""
 
 _BORROWING = ("coordinator_token_file", "device_name", "peer_memory")
-"""Settings that need a coordinator."""
 
 
 @dataclass(frozen=True, slots=True)
