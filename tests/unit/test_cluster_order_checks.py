@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from floodplain import SamplingParams
-from floodplain.cluster.wire import order_checks
 from floodplain.cluster.wire.group_messages import Adopt, Collect, Drop, Fetch, Fill, HeldRequest, Move, Return
 from floodplain.cluster.wire.messages import Form, GoOn, PullKv
+from floodplain.cluster.wire.order_checks import check_form, check_order
 from floodplain.cluster.wire.placements import Submit
 from floodplain.core.codec import WireError
 from floodplain.core.request import NO_GOALS
@@ -67,14 +67,10 @@ WRONG_FIELDS: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
-def check(order: Any, integers: list[int], taken: object = None) -> None:
-    checks: dict[type, Callable[[], None]] = {
-        Submit: lambda: order_checks.check_submit(order, integers, taken),
-        Form: lambda: order_checks.check_form(order, num_blocks=10, max_model_len=64),
-        GoOn: lambda: order_checks.check_migration_order(order, integers, taken),
-        PullKv: lambda: order_checks.check_migration_order(order, integers, taken),
-    }
-    checks.get(type(order), lambda: order_checks.check_group_order(order, integers, taken, NUM_LAYERS))()
+def check(order: Any, integers: list[int], tickets: Collection[int] = ()) -> None:
+    check_order(order, integers, tickets, NUM_LAYERS)
+    if isinstance(order, Form):
+        check_form(order, num_blocks=10, max_model_len=64)
 
 
 @pytest.mark.parametrize(("order", "integers"), RIGHT, ids=lambda each: type(each).__name__)
@@ -99,4 +95,4 @@ def test_one_wrong_field_is_refused(order: Any, wrong: dict[str, Any]) -> None:
 @pytest.mark.parametrize("order", [SUBMIT, ADOPT, GO_ON])
 def test_a_ticket_that_comes_twice_is_refused(order: Any) -> None:
     with pytest.raises(WireError, match="twice"):
-        check(order, [5, 6, 7], taken=object())
+        check(order, [5, 6, 7], tickets=(1, 3))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 from floodplain.cluster.groups.member import GroupMember
 from floodplain.cluster.groups.membership import GroupPipeline, Membership
@@ -17,8 +18,6 @@ from floodplain.cluster.instance.instance import Replica, find_own_host
 from floodplain.cluster.instance.session import Role, Session
 from floodplain.cluster.sums import StatsTable, since
 from floodplain.cluster.wire import group_messages as wire
-from floodplain.cluster.wire.messages import RouterMessage
-from floodplain.cluster.wire.order_checks import check_group_order
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.request import Request
 from floodplain.engine.async_engine import AsyncEngine
@@ -75,10 +74,12 @@ _OWN, _GROUP = 0, 1
 class GroupRole(Role):
     """Executes group orders."""
 
+    orders = get_args(wire.GroupOrder)
     peers = "group"
 
     def __init__(self, session: Session, member: GroupMember) -> None:
         super().__init__(session)
+        self.num_layers = len(member.param_pages)
         self._member = member
         self._membership: Membership | None = None
         self._counted = StatsTable()
@@ -112,16 +113,8 @@ class GroupRole(Role):
             return membership.old.pipeline
         return None if membership is None else membership.pipeline
 
-    def take(self, message: RouterMessage, integers: tuple[int, ...]) -> bool:
-        """Start to execute a group order."""
-        if not isinstance(message, wire.GroupOrder):
-            return False
-        taken = self._session.streams.get(message.submit.ticket) if isinstance(message, wire.Adopt) else None
-        check_group_order(message, integers, taken, len(self._member.param_pages))
-        self._obey(message, integers)
-        return True
-
-    def _obey(self, order: wire.GroupOrder, integers: tuple[int, ...]) -> None:
+    def obey(self, order: wire.GroupOrder, integers: tuple[int, ...]) -> None:
+        """Execute, or begin, a group order."""
         if isinstance(order, wire.Prepare) and (self._membership is None or self._membership.pipeline is not None):
             self._membership = Membership(self._member, order.number, self._membership)
         membership = self._membership

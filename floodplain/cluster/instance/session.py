@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from floodplain.cluster.sums import since
 from floodplain.cluster.wire import messages as wire
 from floodplain.cluster.wire.frames import FrameLink
-from floodplain.cluster.wire.order_checks import check_submit
+from floodplain.cluster.wire.order_checks import check_order
 from floodplain.cluster.wire.placements import Submit, request_of
 from floodplain.core.codec import WireError
 from floodplain.core.errors import PeerLost, UserError
@@ -31,18 +31,22 @@ ROUTER_SILENCE_S = 10.0
 class Role:
     """What an instance does in a session beside its requests. This base takes no orders: a whole instance.
 
-    ``peers`` names the instances whose loss ends the session, not the process. Empty: there are none.
+    Attributes:
+        orders: The types of the orders that it takes.
+        num_layers: Of the model, if orders name layers.
+        peers: Names the instances whose loss ends the session, not the process. Empty: there are none.
     """
 
+    orders: ClassVar[tuple[type[Any], ...]] = ()
+    num_layers = 0
     peers = ""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._before = EngineStats() if session.engine is None else session.engine.stats()  # of earlier sessions
 
-    def take(self, message: wire.RouterMessage, integers: tuple[int, ...]) -> bool:
-        """Take a message of this epoch. False: it is no order for this role. ``WireError`` if it is malformed."""
-        return False
+    def obey(self, order: Any, integers: tuple[int, ...]) -> None:
+        """Execute, or begin, an order of this epoch that was checked. ``WireError`` if it cannot be executed now."""
 
     def stats(self) -> EngineStats:
         """What was counted in this session."""
@@ -128,13 +132,15 @@ class Session:
             self._take(wire.read_router_message(frame[0]), frame[1])
 
     def _take(self, message: wire.RouterMessage, token_ids: tuple[int, ...]) -> None:
+        if isinstance(message, wire.Welcome | wire.Denied):
+            raise WireError("it answers a hello that it was not told")
+        if message.epoch != self.epoch:
+            return
+        if not isinstance(message, (Submit, wire.Abort, wire.FrontBeat, *self._role.orders)):
+            raise WireError(f"{type(message).__name__} is nothing for this instance")
+        check_order(message, token_ids, self.streams, self._role.num_layers)
         match message:
-            case wire.Welcome() | wire.Denied():
-                raise WireError("it answers a hello that it was not told")
-            case _ if message.epoch != self.epoch or self._role.take(message, token_ids):
-                return
             case Submit():
-                check_submit(message, token_ids, self.streams.get(message.ticket))
                 self.begin(message, token_ids)
             case wire.Abort():
                 if message.ticket in self.streams:
@@ -142,7 +148,7 @@ class Session:
             case wire.FrontBeat():
                 return
             case _:
-                raise WireError(f"{type(message).__name__} is nothing for this instance")
+                self._role.obey(message, token_ids)
 
     async def _beat(self) -> None:
         while time.monotonic() - self._heard_s < ROUTER_SILENCE_S:

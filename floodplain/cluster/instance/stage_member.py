@@ -14,8 +14,9 @@ from typing import cast
 from floodplain.cluster.instance.instance import own_facts
 from floodplain.cluster.instance.session import Role, Session
 from floodplain.cluster.pipeline.stage import PipelineStage, plan_limits, read_price
-from floodplain.cluster.wire.messages import Form, Formed, Hello, RouterMessage, StageFacts
+from floodplain.cluster.wire.messages import Form, Formed, Hello, StageFacts
 from floodplain.cluster.wire.order_checks import check_form
+from floodplain.core.codec import WireError
 from floodplain.cost.pipeline import ChunkPrice, cost_by_shape
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.compute_threads import release_compute_threads
@@ -79,6 +80,7 @@ def open_stage(config: EngineConfig, place: int, num_stages: int, split: str, st
 class _StageRole(Role):
     """A stage in one session, in which it is a member of at most one pipeline."""
 
+    orders = (Form,)
     peers = "pipeline"
 
     def __init__(self, session: Session, member: StageMember) -> None:
@@ -86,17 +88,14 @@ class _StageRole(Role):
         self._member = member
         self._stage: PipelineStage | None = None
 
-    def take(self, message: RouterMessage, integers: tuple[int, ...]) -> bool:
-        if not isinstance(message, Form) or self._stage is not None:
-            return False
-        check_form(message, self._member.stage.num_blocks, self._member.stage.max_model_len)
+    def obey(self, order: Form, integers: tuple[int, ...]) -> None:
+        if self._stage is not None:
+            raise WireError("it forms a second pipeline of this stage")
         member, parts = self._member, self._member.stage.parts
-        limits = plan_limits(parts, message.num_blocks, message.max_model_len)
-        self._stage = PipelineStage(
-            parts, member.listener, message, member.place, member.num_stages, limits, member.rule
-        )
-        self._session.start(self._form(self._stage, message))
-        return True
+        check_form(order, member.stage.num_blocks, member.stage.max_model_len)
+        limits = plan_limits(parts, order.num_blocks, order.max_model_len)
+        self._stage = PipelineStage(parts, member.listener, order, member.place, member.num_stages, limits, member.rule)
+        self._session.start(self._form(self._stage, order))
 
     def meter(self) -> StepMeter | None:
         return None if self._stage is None else self._stage.meter

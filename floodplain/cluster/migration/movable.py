@@ -10,7 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,6 @@ from floodplain.cluster.bulk.server import BulkServer, NotServed
 from floodplain.cluster.instance.instance import Replica, find_own_host
 from floodplain.cluster.instance.session import Role, Session
 from floodplain.cluster.wire import messages as wire
-from floodplain.cluster.wire.messages import RouterMessage
-from floodplain.cluster.wire.order_checks import check_migration_order
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.engine.async_engine import AsyncEngine, settle
@@ -183,6 +181,8 @@ def open_movable(config: EngineConfig, router_host: str) -> Replica:
 class MigrationRole(Role):
     """Executes migration orders, as source or target."""
 
+    orders = get_args(wire.MigrationOrder)
+
     def __init__(self, session: Session, engine: AsyncEngine, movable: Movable) -> None:
         super().__init__(session)
         self._engine, self._movable = engine, movable
@@ -198,16 +198,7 @@ class MigrationRole(Role):
             self._close_target(number)
         await asyncio.gather(*self._closings)
 
-    def take(self, message: RouterMessage, integers: tuple[int, ...]) -> bool:
-        """Execute a migration order."""
-        if not isinstance(message, wire.MigrationOrder):
-            return False
-        taken = self._session.streams.get(message.submit.ticket) if isinstance(message, wire.GoOn) else None
-        check_migration_order(message, integers, taken)
-        self._obey(message, integers)
-        return True
-
-    def _obey(self, order: wire.MigrationOrder, integers: tuple[int, ...]) -> None:
+    def obey(self, order: wire.MigrationOrder, integers: tuple[int, ...]) -> None:
         """Execute an order. The engine gets it at once, so that orders take effect in sequence."""
         match order:
             case wire.HoldKv():
