@@ -286,12 +286,13 @@ async def test_an_impossible_move_is_refused_in_one_line() -> None:
 async def test_requests_move_by_themselves_from_a_full_instance_to_an_empty_one() -> None:
     async with moving(SMALL) as some:
         full, empty = (some.router.table.roster.expect(epoch) for epoch in some.members)
-        empty.is_leaving = True
+        empty.is_leaving, empty.can_move = True, False
         asked = [some.ask(PROMPT, max_tokens=NUM_TOKENS) for _ in range(5)]
         empty.is_leaving = False
         for entry, _ in asked:
             await until(lambda entry=entry: len(entry.tokens) > 5)
         assert {entry.epoch for entry, _ in asked} == {full.epoch}
+        empty.can_move = True  # not before: the router looks by itself, too, whenever a beat is due
         some.migration_controller.look(100.0)
         num_begun = len(some.migration_controller.migrations)
         assert 0 < num_begun < 5
