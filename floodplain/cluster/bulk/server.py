@@ -48,18 +48,45 @@ class Store(Protocol):
         """
 
 
+class BulkGate:
+    """Open while no holder is in ``busy``. Every method may be called on any thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_busy = 0
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Hold the gate shut; several holders may overlap."""
+        with self._changed:
+            self._num_busy += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_busy -= 1
+                if not self._num_busy:
+                    self._changed.notify_all()
+
+    def wait(self, max_s: float | None = None) -> bool:
+        """Wait until the gate is open, at most ``max_s`` seconds. True if it is open."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._num_busy, max_s)
+
+
 class ServedStore:
     """A store while it is served: from ``serve`` to ``withdraw``. One index has at most ``index_bytes`` bytes."""
 
     def __init__(self, name: str, store: Store, index_bytes: int) -> None:
         self.name, self.index_bytes = name, index_bytes
-        self._store = store
-        self._changed = threading.Condition()
-        self._num_reads, self._is_open = 0, True
+        self._store, self._reads = store, BulkGate()
+        self._is_withdrawn = False
 
     def read(self, part: int, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
         """The bytes of some indices: uint8 [num_bytes], valid after ``end``. ``NotServed`` if it does not have all."""
-        with self._reading():
+        with self._reads.busy():  # before the look at ``_is_withdrawn``: ``end`` sets it, then waits for reads
+            if self._is_withdrawn:
+                raise NotServed(f"store {self.name!r} was withdrawn")
             try:
                 data = self._store.read(part, indices)
             except LookupError as error:
@@ -71,22 +98,8 @@ class ServedStore:
 
     def end(self) -> None:
         """Refuse further reads, and return when none is under way."""
-        with self._changed:
-            self._is_open = False
-            self._changed.wait_for(lambda: not self._num_reads)
-
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        with self._changed:
-            if not self._is_open:
-                raise NotServed(f"store {self.name!r} was withdrawn")
-            self._num_reads += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_reads -= 1
-                self._changed.notify_all()
+        self._is_withdrawn = True
+        self._reads.wait()
 
 
 logger = logging.getLogger(__name__)
@@ -274,29 +287,3 @@ def _read_hello(sock: socket.socket) -> bytes:
 def _shut(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):  # the other end has disconnected
         sock.shutdown(socket.SHUT_RDWR)
-
-
-class BulkGate:
-    """Open while no holder is in ``busy``. Every method may be called on any thread."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._num_busy = 0
-
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        """Hold the gate shut; several holders may overlap."""
-        with self._changed:
-            self._num_busy += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_busy -= 1
-                if not self._num_busy:
-                    self._changed.notify_all()
-
-    def wait(self, max_s: float) -> bool:
-        """Wait until the gate is open, at most ``max_s`` seconds. True if it is open."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._num_busy, max_s)
