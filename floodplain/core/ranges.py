@@ -50,18 +50,6 @@ class Pattern:
 
 
 @dataclass(frozen=True, slots=True)
-class Hexadecimal:
-    """Bounds of a string: ``num_bytes`` bytes in lower-case hexadecimal digits."""
-
-    num_bytes: int
-
-    def problem(self, value: str) -> str | None:
-        """Why a value does not fit; None if it does."""
-        is_right = len(value) == 2 * self.num_bytes and set(value) <= set("0123456789abcdef")
-        return None if is_right else f"not {self.num_bytes} bytes in hexadecimal"
-
-
-@dataclass(frozen=True, slots=True)
 class OneOf:
     """Bounds of a string: one of ``values``."""
 
@@ -115,7 +103,7 @@ NAME, ITEMS, ENTRIES = Text(4096, is_line=False), Length(2**20), Length(1024)
 
 Line = Annotated[str, Text(1000)]
 HostPort = Annotated[str, Address()]
-Secret = Annotated[str, Hexadecimal(32)]
+Secret = Annotated[str, Pattern("[0-9a-f]{64}")]
 Port = Annotated[int, Range(1, 65535)]
 Positive = Annotated[int, Range(1, 2**40)]
 """A size that something is divided by, or multiplied with."""
