@@ -47,8 +47,8 @@ if TYPE_CHECKING:  # its packages are an extra
 MAX_BODY_BYTES = 8 * 2**20
 """Largest body: a million token ids. A larger one is a mistake or an attack."""
 
-Extension = Callable[[FastAPI, CollectorRegistry], None]
-"""Adds routes to an application, and metrics to its registry."""
+Extension = Callable[[FastAPI, CollectorRegistry, str], None]
+"""Adds routes to an application, and metrics to its registry, with this name of the model."""
 
 
 def create_app(
@@ -102,7 +102,7 @@ def create_app(
         metrics.append(VLLMMetrics(names[0], engine.stats, counts))
     registry = _add_service_routes(app, engine, metrics)
     if extend is not None:
-        extend(app, registry)
+        extend(app, registry, names[0])
     if config.page:
         _add_page(app, engine, counts, names[0], drain, config.host)
     return app

@@ -18,6 +18,7 @@ from floodplain.cluster.router.router import Router
 from floodplain.cluster.router.routes import extend_with
 from floodplain.server.app import create_app
 from floodplain.server.auth import KeyRing
+from floodplain.server.settings import ServerConfig
 from floodplain.web.origin import OwnNames
 from tests.fakes.engine import FakeEngine
 from tests.fakes.slots import FakeSlots
@@ -46,7 +47,9 @@ def app_with(keys: KeyRing | None) -> FastAPI:
     """A server that listens on ``gpu-host``."""
     router = Router(60.0, {}, FakeSlots(), lambda _: None)
     engine = cast(ClusterEngine, SimpleNamespace(model_name="fake", router=router))
-    return create_app(FakeEngine(), keys=keys, extend=extend_with(engine, OwnNames.of("gpu-host", None)))
+    config = ServerConfig(served_model_name=("shown", "other"))
+    extend = extend_with(engine, OwnNames.of("gpu-host", None))
+    return create_app(FakeEngine(), keys=keys, config=config, extend=extend)
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +106,15 @@ def test_other_routes_have_any_name_and_no_redirects(unguarded: FastAPI) -> None
     assert ask(unguarded, "GET", "/v1/models", Host="proxy.example") == (200, "")
     for path in ("/v1/completions/", "/health/"):
         assert ask(unguarded, "GET", path, Host="evil.example")[0] == 404
+
+
+def test_metrics_of_instances_have_the_name_under_which_the_model_is_served(unguarded: FastAPI) -> None:
+    async def scrape() -> str:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(unguarded), base_url="http://127.0.0.1") as client:
+            return (await client.get("/metrics")).text
+
+    samples = [line for line in asyncio.run(scrape()).splitlines() if line.startswith("floodplain_instances{")]
+    assert samples and all('model_name="shown"' in sample for sample in samples)
 
 
 def test_verbs_send_an_admins_key(key_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

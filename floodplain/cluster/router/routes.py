@@ -164,9 +164,9 @@ def extend_with(engine: ClusterEngine, names: OwnNames = LOOPBACK_ONLY) -> Exten
     ``names`` are the host names under which the server answers about them, beside those of the loopback.
     """
 
-    def extend(app: FastAPI, registry: CollectorRegistry) -> None:
+    def extend(app: FastAPI, registry: CollectorRegistry, model_name: str) -> None:
         setattr(app.state, OWN_NAMES, names)
-        registry.register(ClusterMetrics(engine.model_name, engine.router))
+        registry.register(ClusterMetrics(model_name, engine.router))
         routes = APIRouter(route_class=OperatorRoute)
 
         @routes.get("/instances")
