@@ -133,11 +133,10 @@ def _open_engine(
             alone.engine.record_copies()
         return alone, None
     from floodplain.cluster.router.routes import extend_with
-    from floodplain.web.origin import OwnNames
 
     start_log.begin(f"{instances.processes.num_slots} instances, whose log lines follow")
     engine = _open_cluster(instances)
-    return engine, extend_with(engine, OwnNames.of(server_config.host, None))
+    return engine, extend_with(engine)
 
 
 def part_flags(cluster_config: ClusterConfig, num_instances: int) -> list[list[str]]:

@@ -94,6 +94,7 @@ def create_app(
         engine.subscribe(tracer.note)
     counts = RequestCounts()
     app.add_middleware(AnswerWatch, counts=counts, is_logged=config.access_log)
+    app.state.own_names = OwnNames.of(config.host, None)  # of routes that no other page may use
     names = config.served_model_name or (engine.model_name,)
     answering = Answering(engine, counts, config.ping_interval, is_traced=tracer is not None)
     app.include_router(OpenAIRoutes(engine, names, answering, config.tool_call_parser).router())
@@ -104,19 +105,18 @@ def create_app(
     if extend is not None:
         extend(app, registry, names[0])
     if config.page:
-        _add_page(app, engine, counts, names[0], drain, config.host)
+        _add_page(app, engine, counts, names[0], drain, is_local=is_loopback(config.host))
     return app
 
 
 def _add_page(
-    app: FastAPI, engine: ServingEngine, counts: RequestCounts, model_name: str, drain: DrainSwitch, host: str
+    app: FastAPI, engine: ServingEngine, counts: RequestCounts, model_name: str, drain: DrainSwitch, *, is_local: bool
 ) -> None:
     """Add the live page and its data, and its button for bursts if only this machine reaches the server."""
-    names, is_local = OwnNames.of(host, None), is_loopback(host)
 
     def check(request: Request) -> None:
         if CLIENT_SCOPE_KEY not in request.scope:
-            expect_own_names(request.scope, names)
+            expect_own_names(request.scope, request.app.state.own_names)
 
     open_look = server_looks(engine, model_name, can_burst=is_local)
     app.include_router(page_routes(Feed(open_look, lambda: drain.is_draining), check))

@@ -19,7 +19,6 @@ from floodplain.cluster.router.routes import extend_with
 from floodplain.server.app import create_app
 from floodplain.server.auth import KeyRing
 from floodplain.server.settings import ServerConfig
-from floodplain.web.origin import OwnNames
 from tests.fakes.engine import FakeEngine
 from tests.fakes.slots import FakeSlots
 
@@ -47,9 +46,8 @@ def app_with(keys: KeyRing | None) -> FastAPI:
     """A server that listens on ``gpu-host``."""
     router = Router(60.0, {}, FakeSlots(), lambda _: None)
     engine = cast(ClusterEngine, SimpleNamespace(model_name="fake", router=router))
-    config = ServerConfig(served_model_name=("shown", "other"))
-    extend = extend_with(engine, OwnNames.of("gpu-host", None))
-    return create_app(FakeEngine(), keys=keys, config=config, extend=extend)
+    config = ServerConfig(host="gpu-host", served_model_name=("shown", "other"))
+    return create_app(FakeEngine(), keys=keys, config=config, extend=extend_with(engine))
 
 
 @pytest.fixture(scope="module")

@@ -24,10 +24,7 @@ from floodplain.server.auth import Client
 from floodplain.web.bodies import BoundedModel, JsonRoute
 from floodplain.web.errors import ApiError
 from floodplain.web.gate import CLIENT_SCOPE_KEY
-from floodplain.web.origin import LOOPBACK_ONLY, OwnNames, expect_json, expect_own_names
-
-OWN_NAMES = "own_names"
-"""Attribute of an application's state with the host names under which it answers."""
+from floodplain.web.origin import expect_json, expect_own_names
 
 
 class OperatorRoute(JsonRoute):
@@ -51,7 +48,7 @@ def _expect_operator(request: Request) -> None:
     client: Client | None = request.scope.get(CLIENT_SCOPE_KEY)
     is_change = request.method != "GET"
     if client is None:
-        expect_own_names(request.scope, getattr(request.app.state, OWN_NAMES, LOOPBACK_ONLY))
+        expect_own_names(request.scope, request.app.state.own_names)
         if is_change:
             expect_json(request.scope)
     elif is_change and not client.is_admin:
@@ -158,14 +155,10 @@ def _expect_migrations(router: Router) -> MigrationController:
     return router.migration_controller
 
 
-def extend_with(engine: ClusterEngine, names: OwnNames = LOOPBACK_ONLY) -> Extension:
-    """Adds metrics of each instance, ``/instances``, and the routes of groups and migrations.
-
-    ``names`` are the host names under which the server answers about them, beside those of the loopback.
-    """
+def extend_with(engine: ClusterEngine) -> Extension:
+    """Adds metrics of each instance, ``/instances``, and the routes of groups and migrations."""
 
     def extend(app: FastAPI, registry: CollectorRegistry, model_name: str) -> None:
-        setattr(app.state, OWN_NAMES, names)
         registry.register(ClusterMetrics(model_name, engine.router))
         routes = APIRouter(route_class=OperatorRoute)
 
