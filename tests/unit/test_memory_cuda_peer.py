@@ -1,8 +1,10 @@
-"""Memory on a neighbour GPU, with a fake driver: allocation, access rights, refusals."""
+"""Memory on a neighbour GPU, with a fake driver: allocation, access rights, refusals; names of GPUs."""
 
 from __future__ import annotations
 
 import ctypes
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +14,18 @@ import torch
 
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.memory.cuda.driver import CudaDriver
-from floodplain.memory.cuda.peer import CudaExtent, CudaPeerMemory, claim_cuda_home, find_obstacle
+from floodplain.memory.cuda.peer import (
+    CudaExtent,
+    CudaPeerMemory,
+    claim_cuda_home,
+    find_cuda_home,
+    find_obstacle,
+    format_uuid,
+)
+from floodplain.memory.host.device import open_home_device
 from tests.fakes.cuda_driver import PAGE_BYTES, CUresult, FakeDriver, Gpu
+from tests.support import forks
+from tests.support.host_devices import open_device
 
 HOME, NEIGHBOUR, FAR = (bytes([number]) * 16 for number in range(3))
 
@@ -196,3 +208,91 @@ def test_threads_take_and_give_back_at_once(driver: FakeDriver, memory: CudaPeer
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+# -- names of GPUs -----------------------------------------------------------------------------------------------------
+
+
+ONE, OTHER = bytes(range(16)), bytes(range(16, 32))
+
+
+def names_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
+def test_visitors_find_the_gpu_of_a_name_while_its_engine_is_at_home(tmp_path: Path) -> None:
+    with claim_cuda_home("a", ONE, tmp_path) as home, claim_cuda_home("b", OTHER, tmp_path):
+        assert (find_cuda_home("a", tmp_path), find_cuda_home("b", tmp_path)) == (ONE, OTHER)
+    home.close()
+    assert names_in(tmp_path) == []
+    with pytest.raises(UserError, match=r"^there is no device .*floodplain-a: start the process that lends it"):
+        find_cuda_home("a", tmp_path)
+
+
+@pytest.mark.parametrize("device_uuid", [ONE, OTHER])
+def test_a_name_is_one_engines_at_a_time(tmp_path: Path, device_uuid: bytes) -> None:
+    with claim_cuda_home("a", ONE, tmp_path):
+        with pytest.raises(UserError, match=r"floodplain-a is another engine's, which runs: use another name$"):
+            claim_cuda_home("a", device_uuid, tmp_path)
+        assert find_cuda_home("a", tmp_path) == ONE
+    with claim_cuda_home("a", device_uuid, tmp_path):
+        assert find_cuda_home("a", tmp_path) == device_uuid
+
+
+def test_a_home_that_was_removed_by_hand_removes_no_other(tmp_path: Path) -> None:
+    first = claim_cuda_home("a", ONE, tmp_path)
+    (tmp_path / "floodplain-a").unlink()
+    with claim_cuda_home("a", OTHER, tmp_path):
+        first.close()
+        assert find_cuda_home("a", tmp_path) == OTHER
+
+
+def test_a_cpus_device_and_a_gpus_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    with open_device("cpu", 2**20, tmp_path), claim_cuda_home("gpu", ONE, tmp_path):
+        for find in (find_cuda_home, lambda name, folder: claim_cuda_home(name, ONE, folder)):
+            with pytest.raises(UserError, match="floodplain-cpu is no CUDA device of this version"):
+                find("cpu", tmp_path)
+        with pytest.raises(UserError, match="floodplain-gpu is no floodplain device of this version"):
+            open_home_device("gpu", 2**20, tmp_path)
+
+
+def test_files_of_others_and_bad_names_are_refused(tmp_path: Path) -> None:
+    with claim_cuda_home("a", ONE, tmp_path):
+        (tmp_path / "floodplain-a").chmod(0o644)
+        for name, message in (("a", "own file with mode 0600"), ("a/b", "device name 'a/b' must be")):
+            with pytest.raises(UserError, match=message):
+                find_cuda_home(name, tmp_path)
+    with pytest.raises(UserError, match=r"device folder .* does not exist"):
+        claim_cuda_home("a", ONE, tmp_path / "nowhere")
+    (tmp_path / "floodplain-l").symlink_to("floodplain-a")
+    with pytest.raises(UserError, match="cannot open device"):
+        claim_cuda_home("l", ONE, tmp_path)
+
+
+def test_uuids_are_written_as_the_tools_write_them() -> None:
+    assert format_uuid(ONE) == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from floodplain.memory.cuda.peer import claim_cuda_home
+home = claim_cuda_home("a", bytes(range(16)), Path(sys.argv[1]))
+print("home", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.slow
+def test_what_a_killed_engine_left_is_known_and_replaced(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with forks.Popen(command, stdin=-1, stdout=-1, env=os.environ | {"OMP_NUM_THREADS": "1"}) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"home\n"
+        assert find_cuda_home("a", tmp_path) == ONE
+        child.kill()
+    with pytest.raises(UserError, match=r"does not run any more: start it again$"):
+        find_cuda_home("a", tmp_path)
+    with claim_cuda_home("a", OTHER, tmp_path):
+        assert find_cuda_home("a", tmp_path) == OTHER
+    assert names_in(tmp_path) == []
