@@ -296,14 +296,15 @@ def test_a_change_of_a_server_without_instances_is_refused(
     )
 
 
+@pytest.mark.parametrize("scheme", ["http", "https"])
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "localhost", "[::1]", "[::ffff:127.0.0.1]", "0.0.0.0"])
-def test_requests_to_this_machine_use_no_proxy(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_to_this_machine_use_no_proxy(host: str, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://192.0.2.1:3128")
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(NoServer, match=f"no server at http://{re.escape(host)}:1: "):
-        asyncio.run(HttpClient(f"http://{host}:1").ask("/x"))
+    with pytest.raises(NoServer, match=f"no server at {scheme}://{re.escape(host)}:1: "):
+        asyncio.run(HttpClient(f"{scheme}://{host}:1").ask("/x"))
 
 
 def test_hosts_in_no_proxy_use_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,12 +338,6 @@ def test_requests_to_others_use_the_proxy_and_an_invalid_one_is_named(monkeypatc
     with pytest.raises(UserError, match="is no HTTP proxy") as failure:
         asyncio.run(HttpClient("http://192.0.2.1:81").ask("/x"))
     assert "secret" not in str(failure.value)
-
-
-@pytest.mark.parametrize("url", ["https://127.0.0.1:1", "http://[::1]:1", "http://localhost:1"])
-def test_where_nothing_listens_the_address_is_named(url: str) -> None:
-    with pytest.raises(NoServer, match="no server at "):
-        asyncio.run(HttpClient(url).ask("/x"))
 
 
 def test_a_result_with_half_characters_can_be_written(tmp_path: Any) -> None:

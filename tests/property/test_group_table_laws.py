@@ -184,62 +184,70 @@ def test_groups_end_whole_under_any_order_of_messages_and_faults() -> None:
     assert Machine.num_merged > 2, "too few groups are merged"
 
 
+def make_world(
+    table: GroupTable, seed: int, num_members: int, *groups: list[int], num_requests: int = 0
+) -> tuple[World, Random]:
+    """A world in which these groups are pipelines, and its dice."""
+    world, dice = World(table), Random(seed)
+    for _ in range(num_members):
+        world.join()
+    for _ in range(num_requests):
+        world.submit()
+    for epochs in groups:
+        world.prepare(epochs)
+        world.settle(dice)
+    return world, dice
+
+
+def reach(world: World, number: int, state: GroupState, dice: Random) -> Group:
+    """The group, when it has reached ``state``."""
+    group = world.groups[number]
+    while group.state is not state:
+        if group.state is GroupState.PIPELINED:
+            world.restore(number)
+        world.step(dice, is_faulty=False)
+    return group
+
+
+def expect_all_served(world: World, dice: Random, num_requests: int) -> None:
+    """One more instance joins, the groups restore, and no request is lost."""
+    world.join()
+    world.settle(dice)
+    for group in world.table:
+        world.restore(group.number)
+    world.settle(dice)
+    world.finish(dice)
+    assert len(world.places) == num_requests
+
+
 @pytest.mark.parametrize("state", list(STEPS), ids=str)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_member_may_end_in_every_state(state: GroupState, size: int) -> None:
     for place in range(size):
-        world, dice = World(GroupTable()), Random(place)
-        for _ in range(size + 1):
-            world.join()
-        for _ in range(9):
-            world.submit()
+        world, dice = make_world(GroupTable(), place, size + 1, num_requests=9)
         world.prepare(list(range(1, size + 1)))
-        group = world.groups[1]
-        while group.state is not state:
-            if group.state is GroupState.PIPELINED:
-                world.restore(1)
-            world.step(dice, is_faulty=False)
+        group = reach(world, 1, state, dice)
         for _ in range(dice.randrange(3)):
             world.step(dice, is_faulty=False)
         goes_on = group.state in (GroupState.PREPARING, GroupState.SOLO)
         world.end(group.epochs[place])
         others = set(range(1, size + 2)) - {group.epochs[place]}
         assert set(world.members) == (others if goes_on else {size + 1})
-        world.join()
-        world.settle(dice)
-        world.finish(dice)
-        assert len(world.places) == 9
+        expect_all_served(world, dice, 9)
 
 
 @pytest.mark.parametrize("state", list(STEPS), ids=str)
 def test_member_may_end_in_every_state_of_a_merge(state: GroupState) -> None:
     """Two groups merge into one: until all members have confirmed, the group without the victim continues."""
     for victim in (1, 2, 4):
-        world, dice = World(GroupTable()), Random(victim)
-        for _ in range(5):
-            world.join()
-        for _ in range(9):
-            world.submit()
-        for pair in ([1, 2], [3, 4]):
-            world.prepare(pair)
-            world.settle(dice)
+        world, dice = make_world(GroupTable(), victim, 5, [1, 2], [3, 4], num_requests=9)
         world.prepare([1, 2, 3, 4])
-        group = world.groups[3]
-        assert [old.number for old in group.old] == [1, 2]
-        while group.state is not state:
-            if group.state is GroupState.PIPELINED:
-                world.restore(3)
-            world.step(dice, is_faulty=False)
+        assert [old.number for old in world.groups[3].old] == [1, 2]
+        reach(world, 3, state, dice)
         world.end(victim)
         others = {3, 4} if victim < 3 else {1, 2}
         assert set(world.members) == ({5, *others} if state is GroupState.PREPARING else {5})
-        world.join()
-        world.settle(dice)
-        for rest in world.table:
-            world.restore(rest.number)
-        world.settle(dice)
-        world.finish(dice)
-        assert len(world.places) == 9
+        expect_all_served(world, dice, 9)
 
 
 # -- negative controls -------------------------------------------------------------------------------------------------
@@ -326,11 +334,7 @@ def test_faulty_table_is_found(table: type[GroupTable]) -> None:
 
 
 def test_a_part_of_a_group_that_joins_another_one_is_found() -> None:
-    world, dice = World(TakesPartsOfGroups()), Random(1)
-    for _ in range(3):
-        world.join()
-    world.prepare([1, 2])
-    world.settle(dice)
+    world, dice = make_world(TakesPartsOfGroups(), 1, 3, [1, 2])
     change = world.table.prepare([1, 3])
     world.groups[2], world.kept[2] = change.group, {1: frozenset({0, 1}), 3: frozenset({2, 3})}
     with pytest.raises(AssertionError, match="lacks layers"):
@@ -339,11 +343,7 @@ def test_a_part_of_a_group_that_joins_another_one_is_found() -> None:
 
 
 def test_an_old_group_that_is_forgotten_is_found() -> None:
-    world, dice = World(ForgetsOldGroups()), Random(1)
-    for _ in range(3):
-        world.join()
-    world.prepare([1, 2])
-    world.settle(dice)
+    world, dice = make_world(ForgetsOldGroups(), 1, 3, [1, 2])
     world.prepare([1, 3, 2])
     with pytest.raises(AssertionError, match="lacks layers"):
         world.apply(world.table.refuse(3, 2))
@@ -380,11 +380,7 @@ def test_an_instance_is_in_one_group_of_two_to_four() -> None:
 
 
 def test_a_group_is_taken_in_as_a_whole_and_not_restored_meanwhile() -> None:
-    world, dice = World(GroupTable(["none", "one", "two", "three"].__getitem__)), Random(1)
-    for _ in range(5):
-        world.join()
-    world.prepare([1, 2])
-    world.settle(dice)
+    world, _ = make_world(GroupTable(["none", "one", "two", "three"].__getitem__), 1, 5, [1, 2])
     for epochs, others in (([1, 3], "instances two, too"), ([2, 1], "other instances beside them")):
         with pytest.raises(UserError, match=f"^instances one, two are group 1: name {others}$"):
             world.table.prepare(epochs)
