@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from floodplain.bench.engine_target import EngineTarget, started
+from floodplain.bench.flags import BenchConfig, ServerUnderTest
 from floodplain.bench.offline import OfflineRun, hardware_report, run_offline
-from floodplain.bench.replay import Replay, ServerUnderTest
 from floodplain.core.errors import UserError
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.config import EngineConfig
@@ -27,7 +27,7 @@ from floodplain.workload.spec import WorkloadSpec, build
 from floodplain.workload.traces import Trace, load_trace
 
 
-def bench_offline(config: EngineConfig, spec: WorkloadSpec, how: Replay) -> dict[str, Any]:
+def bench_offline(config: EngineConfig, spec: WorkloadSpec, bench: BenchConfig, *, progress: bool) -> dict[str, Any]:
     """Replay a workload against an engine in this process. Raises UserError if a flag or a file is bad."""
     trace = read_trace(spec)
     # All requests queue in the engine: none is refused because the queue is full.
@@ -36,8 +36,8 @@ def bench_offline(config: EngineConfig, spec: WorkloadSpec, how: Replay) -> dict
     async def replay() -> tuple[tuple[str, ...], OfflineRun]:
         async with started(engine):
             requests = build(spec, engine.tokenizer, trace)
-            goals = await _goals(spec, EngineTarget(engine), requests, how)
-            run = await run_offline(engine, requests, progress=not how.quiet, max_concurrency=how.max_concurrency)
+            goals = await _goals(spec, EngineTarget(engine), requests, progress=progress)
+            run = await run_offline(engine, requests, progress=progress, max_concurrency=bench.max_concurrency)
             return goals, run
 
     goals, run = asyncio.run(replay())
@@ -48,12 +48,14 @@ def bench_offline(config: EngineConfig, spec: WorkloadSpec, how: Replay) -> dict
         config=asdict(engine.engine.config) | asdict(spec),
         hardware=hardware_report(config.device, engine.engine.links),
         goodput=goals,
-        **_asked(spec, how, trace),
+        **_asked(spec, bench, trace),
     )
-    return benchmark_result(run.records, info, run.report, run.timeline, save_tokens=how.save_tokens)
+    return benchmark_result(run.records, info, run.report, run.timeline, save_tokens=bench.save_tokens)
 
 
-def bench_serve(server: ServerUnderTest, api_key: str | None, spec: WorkloadSpec, how: Replay) -> dict[str, Any]:
+def bench_serve(
+    server: ServerUnderTest, api_key: str | None, spec: WorkloadSpec, bench: BenchConfig, *, progress: bool
+) -> dict[str, Any]:
     """Replay a workload against an OpenAI server, measured at the client. UserError if a flag or a file is bad."""
     trace = read_trace(spec)
     tokenizer_name = server.tokenizer or server.model
@@ -71,10 +73,10 @@ def bench_serve(server: ServerUnderTest, api_key: str | None, spec: WorkloadSpec
             api_key=api_key,
             prompts=form,
             timeout_s=server.timeout,
-            token_ids=how.save_tokens,
+            token_ids=bench.save_tokens,
         )
-        goals = await _goals(spec, target, requests, how)
-        return goals, await run_load(target, requests, progress=not how.quiet, max_concurrency=how.max_concurrency)
+        goals = await _goals(spec, target, requests, progress=progress)
+        return goals, await run_load(target, requests, progress=progress, max_concurrency=bench.max_concurrency)
 
     goals, records = asyncio.run(replay())
     info = RunInfo(
@@ -83,9 +85,9 @@ def bench_serve(server: ServerUnderTest, api_key: str | None, spec: WorkloadSpec
         tokenizer_id=tokenizer_name,
         config=asdict(server) | asdict(spec),
         goodput=goals,
-        **_asked(spec, how, trace),
+        **_asked(spec, bench, trace),
     )
-    return benchmark_result(records, info, timeline=client_timeline(records), save_tokens=how.save_tokens)
+    return benchmark_result(records, info, timeline=client_timeline(records), save_tokens=bench.save_tokens)
 
 
 def read_trace(spec: WorkloadSpec) -> Trace | None:
@@ -106,20 +108,20 @@ def read_trace(spec: WorkloadSpec) -> Trace | None:
 
 
 async def _goals(
-    spec: WorkloadSpec, target: LoadTarget, requests: Sequence[LoadRequest], how: Replay
+    spec: WorkloadSpec, target: LoadTarget, requests: Sequence[LoadRequest], *, progress: bool
 ) -> tuple[str, ...]:
     """The goals of the flags, else goals measured before the load. One line on stderr shows them, unless quiet."""
-    goals = spec.goodput or await measure_goals(target, requests, progress=not how.quiet)
-    if not how.quiet:
+    goals = spec.goodput or await measure_goals(target, requests, progress=progress)
+    if progress:
         complain(describe_goals(goals, is_measured=not spec.goodput))
     return goals
 
 
-def _asked(spec: WorkloadSpec, how: Replay, trace: Trace | None) -> dict[str, Any]:
+def _asked(spec: WorkloadSpec, bench: BenchConfig, trace: Trace | None) -> dict[str, Any]:
     return {
         "request_rate": None if spec.trace else spec.request_rate,
         "burstiness": spec.burstiness,
-        "max_concurrency": how.max_concurrency,
+        "max_concurrency": bench.max_concurrency,
         "seed": spec.seed,
         "skipped_rows": None if trace is None else trace.num_skipped,
     }

@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from floodplain.bench.replay import Replay, ServerUnderTest
+from floodplain.bench.flags import BenchConfig, ServerUnderTest
 from floodplain.cli.options import add_verb, dataclass_from
 from floodplain.core.errors import UserError
-from floodplain.core.flags import flag
 from floodplain.engine.config import EngineConfig, check_early
 from floodplain.files.extras import require
 from floodplain.files.results import check_writable
 from floodplain.observe.terminal import complain, say
 from floodplain.web.client import check_server
 from floodplain.workload.spec import WorkloadSpec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchConfig:
-    """The flags of both benches, beside those of engine and workload."""
-
-    out: Path | None = flag(None, "write the result to this JSON file")
-    plot: bool = flag(False, "draw pictures beside the result (needs --out)")
-    save_tokens: bool = flag(False, "keep the output token ids in the result")
-    max_concurrency: int | None = flag(None, "send at most so many at a time (the load is then no longer open-loop)")
-
-    def __post_init__(self) -> None:
-        if self.plot and self.out is None:
-            raise UserError("--plot draws beside the result: give --out FILE too")
 
 
 def add_parser(verbs: Any) -> None:
@@ -50,9 +34,7 @@ def run(args: argparse.Namespace) -> int:
         if bench.plot:
             require("--plot", "matplotlib")
             check_writable(_plots_folder(bench.out) / "ttft.svg", "--plot")
-    result = _bench(
-        args, Replay(max_concurrency=bench.max_concurrency, save_tokens=bench.save_tokens, quiet=args.quiet)
-    )
+    result = _bench(args, bench)
     _report(args, bench, result)
     if result["failed"]:
         first = next(filter(None, result["errors"]), "")
@@ -60,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if result["failed"] else 0
 
 
-def _bench(args: argparse.Namespace, how: Replay) -> dict[str, Any]:
+def _bench(args: argparse.Namespace, bench: BenchConfig) -> dict[str, Any]:
     spec = dataclass_from(args, WorkloadSpec)
     if args.verb == "bench offline":
         engine = dataclass_from(args, EngineConfig)
@@ -72,14 +54,14 @@ def _bench(args: argparse.Namespace, how: Replay) -> dict[str, Any]:
 
         from floodplain.bench.run import bench_offline
 
-        return bench_offline(engine, spec, how)
+        return bench_offline(engine, spec, bench, progress=not args.quiet)
     server = dataclass_from(args, ServerUnderTest)
     check_server(server.base_url)  # before the imports, which take longer
     from floodplain.bench.run import bench_serve
     from floodplain.server.auth import read_keys
 
     api_key = next(iter(read_keys(server.api_key_file))) if server.api_key_file else None
-    return bench_serve(server, api_key, spec, how)
+    return bench_serve(server, api_key, spec, bench, progress=not args.quiet)
 
 
 def _report(args: argparse.Namespace, bench: BenchConfig, result: dict[str, Any]) -> None:

@@ -17,19 +17,9 @@ from floodplain.files.profile import Profile, read_profile
 from floodplain.files.results import PLOT_HELP, check_picture, check_writable
 from floodplain.observe.profile import describe_profile, save_and_show
 from floodplain.observe.terminal import say
-from floodplain.profiler.flags import LlmProfileConfig, SwapProfileConfig, check_load
+from floodplain.profiler.flags import LlmProfileConfig, StepProfileConfig, SwapProfileConfig, check_load
 from floodplain.web.client import check_server
 from floodplain.workload.spec import WorkloadSpec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepConfig:
-    """The flags of ``step`` beside the engine's."""
-
-    out: Path = field(metadata={"help": "write the profile to this JSON file"})
-    shapes: int = flag(64, "steps of so many sizes")
-    repeats: int = flag(5, "measure each at most so often; its median counts")
-    step_seconds: float = flag(60.0, "measure for at most so many seconds", metavar="S")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +42,7 @@ def add_parser(verbs: Any) -> None:
     profile_media.add_parser(profiles)
     about = "Compute the swap space that bursts, cached prefixes and long contexts need."
     add_verb(profiles, "swap", about, SwapProfileConfig, engine, load)
-    add_verb(profiles, "step", "Measure steps of an engine, and fit what they cost.", StepConfig, engine)
+    add_verb(profiles, "step", "Measure steps of an engine, and fit what they cost.", StepProfileConfig, engine)
     add_verb(profiles, "show", "Say what a profile holds.", ShowConfig)
 
 
@@ -95,17 +85,16 @@ def _run_swap(args: argparse.Namespace) -> int:
 
 
 def _run_step(args: argparse.Namespace) -> int:
-    config, engine = dataclass_from(args, StepConfig), dataclass_from(args, EngineConfig)
+    config, engine = dataclass_from(args, StepProfileConfig), dataclass_from(args, EngineConfig)
     check_writable(config.out)
     check_early(engine)
 
     from tqdm import tqdm
 
-    from floodplain.profiler.step_profile import StepGrid, profile_steps
+    from floodplain.profiler.step_profile import profile_steps
 
-    grid = StepGrid(num_shapes=config.shapes, num_repeats=config.repeats, limit_s=config.step_seconds)
-    with tqdm(total=grid.num_shapes * grid.num_repeats, desc="steps", disable=args.quiet) as progress:
-        profile = profile_steps(engine, grid, progress.update)
+    with tqdm(total=config.shapes * config.repeats, desc="steps", disable=args.quiet) as progress:
+        profile = profile_steps(engine, config, progress.update)
     save_and_show(profile, config.out, args.format)
     return 0
 

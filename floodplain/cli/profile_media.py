@@ -20,6 +20,7 @@ from floodplain.core.errors import UserError
 from floodplain.core.flags import flag
 from floodplain.files.results import check_writable
 from floodplain.observe.profile import save_and_show
+from floodplain.profiler.flags import DEFAULT_THRESHOLD_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from floodplain.profiler.meters import MemoryMeter
 
 DTYPES = ("float32", "bfloat16", "float16")
-THRESHOLD_BYTES = 10 * 10**9
-"""Source: AQUA, section 4."""
 _WAYS = ("target", "pipeline", "module")
 
 
@@ -60,7 +59,7 @@ class MediaConfig:
     memory: int | None = flag(
         None, "memory of the device: what takes more does not fit (default: what it has)", size=True
     )
-    threshold: int = flag(THRESHOLD_BYTES, "a producer has more than this free at the knee", size=True)
+    threshold: int = flag(DEFAULT_THRESHOLD_BYTES, "a producer has more than this free at the knee", size=True)
     tolerance: float = flag(0.05, "throughput has saturated when twice the batch gains less than this part")
     max_batch: int = flag(1024, "no larger batch is tried")
     resolution: float = flag(0.1, "the knee is found up to this part of itself")

@@ -1,9 +1,9 @@
-"""The flags of ``floodplain profile llm`` and ``profile swap``, and checks against engine and workload flags."""
+"""The flags of ``floodplain profile`` llm, swap and step, and checks against engine and workload flags."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from floodplain.core.errors import UserError, flag_name
@@ -202,3 +202,21 @@ def _check_pair(count_name: str, count: int, tokens_name: str, tokens: int) -> N
         raise UserError(f"--{count_name} and --{tokens_name} must be from 0 on".replace("_", "-"))
     if bool(count) != bool(tokens):
         raise UserError(f"--{count_name} goes with --{tokens_name}: give both".replace("_", "-"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProfileConfig:
+    """The flags of ``profile step`` beside the engine's. Raises UserError if a value is out of range."""
+
+    out: Path = field(metadata={"help": "write the profile to this JSON file"})
+    shapes: int = flag(64, "steps of so many sizes")
+    repeats: int = flag(5, "measure each at most so often; its median counts")
+    step_seconds: float = flag(60.0, "measure for at most so many seconds", metavar="S")
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.shapes <= 10_000:
+            raise UserError(f"--shapes must be between 1 and 10000, not {self.shapes}")
+        if not 1 <= self.repeats <= 1000:
+            raise UserError(f"--repeats must be between 1 and 1000, not {self.repeats}")
+        if not 0 < self.step_seconds <= 86400:
+            raise UserError(f"--step-seconds must be above 0 and at most 86400, not {self.step_seconds}")

@@ -25,6 +25,7 @@ from floodplain.engine.config import EngineConfig
 from floodplain.engine.shell import Engine
 from floodplain.files.profile import Profile
 from floodplain.memory.backend_choice import choose_backend
+from floodplain.profiler.flags import StepProfileConfig
 
 LEAST_CONTEXT = 2
 """The least context of a measured decode: a step before it feeds the token before its own."""
@@ -165,24 +166,9 @@ _NUM_WARM_UP = 8
 """Steps that are run and not measured: the first use compiles kernels and fills caches."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepGrid:
-    """How many steps are measured: shapes, most repeats, seconds after which to stop. UserError: out of range."""
-
-    num_shapes: int = 64
-    num_repeats: int = 5
-    limit_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.num_shapes <= 10_000:
-            raise UserError(f"--shapes must be between 1 and 10000, not {self.num_shapes}")
-        if not 1 <= self.num_repeats <= 1000:
-            raise UserError(f"--repeats must be between 1 and 1000, not {self.num_repeats}")
-        if not 0 < self.limit_s <= 86400:
-            raise UserError(f"--step-seconds must be above 0 and at most 86400, not {self.limit_s}")
-
-
-def profile_steps(config: EngineConfig, grid: StepGrid, on_step: Callable[[], object] = lambda: None) -> Profile:
+def profile_steps(
+    config: EngineConfig, grid: StepProfileConfig, on_step: Callable[[], object] = lambda: None
+) -> Profile:
     """Build the engine, measure its steps, and fit them; ``on_step`` is called after each.
 
     Raises UserError if the engine cannot be built, or the steps that were measured say too little.
@@ -190,12 +176,12 @@ def profile_steps(config: EngineConfig, grid: StepGrid, on_step: Callable[[], ob
     rng = Random(config.seed)
     engine = build_engine(config)
     try:
-        shapes = draw_shapes(limits_of(engine), grid.num_shapes, rng)
+        shapes = draw_shapes(limits_of(engine), grid.shapes, rng)
         recorder = StepRecorder(engine, rng)
         for shape in shapes[:_NUM_WARM_UP]:
             recorder.measure(shape)
         steps = record_rows(
-            recorder, shapes, num_repeats=grid.num_repeats, limit_s=grid.limit_s, rng=rng, on_step=on_step
+            recorder, shapes, num_repeats=grid.repeats, limit_s=grid.step_seconds, rng=rng, on_step=on_step
         )
     finally:
         engine.close()
@@ -205,7 +191,8 @@ def profile_steps(config: EngineConfig, grid: StepGrid, on_step: Callable[[], ob
         kind="step",
         subject=config.model,
         machine=choose_backend(torch.device(config.device)).describe(),
-        settings={**asdict(config), **asdict(grid)},
+        settings=asdict(config)
+        | {"num_shapes": grid.shapes, "num_repeats": grid.repeats, "limit_s": grid.step_seconds},
         result={name: getattr(line.cost, name) for name in LINE_PARTS} | {"parts": asdict(fit.cost)},
         tries=[_try(step, fit.cost) for step in steps],
         errors=_errors(fit) | {f"line_{name}": value for name, value in _errors(line).items()},

@@ -1,4 +1,4 @@
-"""Settings of a benchmark: how to replay the load, and the server under test."""
+"""The flags of ``floodplain bench``: how to replay the load, and the server under test."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from floodplain.workload.prompts import SEND_HELP, WAYS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
-    """How to replay: the most requests in flight (None: no limit), whether token ids are kept, and no progress."""
+class BenchConfig:
+    """The flags of both benches, beside those of engine and workload. UserError if they contradict each other."""
 
-    max_concurrency: int | None = None
-    save_tokens: bool = False
-    quiet: bool = False
+    out: Path | None = flag(None, "write the result to this JSON file")
+    plot: bool = flag(False, "draw pictures beside the result (needs --out)")
+    save_tokens: bool = flag(False, "keep the output token ids in the result")
+    max_concurrency: int | None = flag(None, "send at most so many at a time (the load is then no longer open-loop)")
+
+    def __post_init__(self) -> None:
+        if self.plot and self.out is None:
+            raise UserError("--plot draws beside the result: give --out FILE too")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
