@@ -109,7 +109,7 @@ class OpenAIRoutes:
         if body.prompt_logprobs is not None:
             reply.scored_prompts = prompts
         if body.echo:
-            texts = await reader.write_texts(body.prompts())
+            texts = await reader.run(reader.write_texts, body.prompts())
             reply.echoed = [text for text in texts for _ in range(params.n)]
         return await self._answering.answer(request, body, prompts, params, reply)
 
@@ -150,10 +150,10 @@ class OpenAIRoutes:
             if body.add_special_tokens:
                 raise UserError("add_special_tokens: the chat template writes special tokens itself: leave it out")
             tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-            tokens = await reader.read_turns(templated(body.messages), tools)
+            tokens = await reader.run(reader.encode_turns, templated(body.messages), tools)
         else:
-            tokens = await reader.read_text(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
-        texts = await reader.spell(tokens) if body.return_token_strs else None
+            tokens = await reader.run(reader.encode, body.prompt or "", body.add_special_tokens is not False)
+        texts = await reader.run(reader.spell, tokens) if body.return_token_strs else None
         return Tokenized(count=len(tokens), max_model_len=self._engine.max_model_len, tokens=tokens, token_strs=texts)
 
     async def detokenize(self, body: DetokenizeRequest, request: Request) -> Detokenized:
@@ -163,7 +163,8 @@ class OpenAIRoutes:
         if too_high:
             last = self._engine.vocab_size - 1
             raise UserError(f"tokens: {too_high[0]} is not in the vocabulary: ids go from 0 to {last}")
-        (text,) = await self._answering.reader(request, is_limited=False).write_texts([body.tokens])
+        reader = self._answering.reader(request, is_limited=False)
+        (text,) = await reader.run(reader.write_texts, [body.tokens])
         return Detokenized(prompt=text)
 
     async def embed(self) -> Any:
@@ -171,10 +172,11 @@ class OpenAIRoutes:
         raise ApiError(404, "this server generates text and makes no embeddings: use a model server that does")
 
     async def _read_chat(self, request: Request, body: ChatRequest) -> list[int]:
-        """The tokens of a conversation. Raises UserError, as ``read_chat``."""
+        """The tokens of a conversation. Raises UserError, also as ``PromptReader.encode_chat``."""
         if not self._engine.tokenizer.has_chat_template:
             raise UserError(f"messages need a chat template, and {body.model} has none: use /v1/completions")
-        prompt, ignored_fields = await while_connected(request, self._answering.reader(request).read_chat(body))
+        reader = self._answering.reader(request)
+        prompt, ignored_fields = await while_connected(request, reader.run(reader.encode_chat, body))
         self._ignored_fields.note(ignored_fields)
         return prompt
 
