@@ -110,9 +110,8 @@ def create_app(
 ) -> ASGIApp:
     """Return the application; its lifespan opens and closes ``worker``.
 
-    ``drain`` is turned on to stop the server. ``tokens`` are the callers that may use ``/v1``; None: any caller.
-    ``names`` are host names under which clients may reach it, beside those of this machine's loopback. ``has_page``
-    adds the live page.
+    ``drain`` is turned on to stop the server. ``tokens``: the callers that may use ``/v1``; None: any. ``names``: host
+    names under which clients may reach it, beside those of this machine's loopback. ``has_page`` adds the live page.
     """
 
     @asynccontextmanager

@@ -1,7 +1,6 @@
 """Long polls for news of leases: one request of each member waits until a row that concerns the member has changed.
 
-News is a hint to exchange now: a member that misses it learns the same with its next heartbeat. Everything here is in
-memory and on the event loop.
+News is a hint to exchange now: who misses it learns the same at its next heartbeat. All is in memory, on the loop.
 """
 
 from __future__ import annotations

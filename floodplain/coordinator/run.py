@@ -113,8 +113,7 @@ class CoordinatorServer(StoppableServer):
 def coordinate(config: CoordinatorConfig, on_ready: Callable[[str, str], None]) -> None:
     """Serve until SIGINT or SIGTERM; UserError if an address, a file or the store is unusable.
 
-    ``on_ready`` is called with this coordinator's address and its store's, once it takes requests. A bug that ended it
-    is raised.
+    ``on_ready`` is called with its address and its store's, once it takes requests. A bug that ended it is raised.
     """
     tokens = TokenRing.from_file(config.token_file) if config.token_file else None
     check_exposure(config.host, tokens, "--token-file")

@@ -2,8 +2,7 @@
 
 A change is announced only after its commit. If a commit fails, or its result is unknown, the book in memory is
 discarded and read again. No two clocks are compared: a leader answers only for ``LEASE_S`` after it began its last
-write, and a waiting coordinator takes over once it has seen the leader's beat unchanged for ``TAKEOVER_S``
-(docs/design/007).
+write, and a waiting one takes over once it saw the leader's beat unchanged for ``TAKEOVER_S`` (docs/design/007).
 """
 
 from __future__ import annotations

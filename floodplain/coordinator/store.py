@@ -155,8 +155,7 @@ Row = Mapping[str, Any]
 class Statement:
     """A compiled statement for one dialect. Its columns hold only what drivers take unconverted: texts and numbers.
 
-    SQLAlchemy would look up the statement, and the conversion of each value, at every call: a third of the time of a
-    transaction with a few rows.
+    SQLAlchemy would look it up, and all conversions, at every call: a third of the time of a transaction of few rows.
     """
 
     def __init__(self, statement: Any, dialect: sql.Dialect) -> None:

@@ -52,8 +52,7 @@ class NotLeading(ApiError):
 class LeaseWorker:
     """Does the jobs of an event loop on a thread of its own, which alone uses the service's book and store.
 
-    Everything is called on the loop that called ``open``. ``failure`` is the bug, or the damaged store, that ended the
-    thread, if one did.
+    All is called on ``open``'s loop. ``failure``: the bug, or the damaged store, that ended the thread, if one did.
     """
 
     def __init__(self, service: LeaseService) -> None:

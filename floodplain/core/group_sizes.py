@@ -58,8 +58,7 @@ class MemberReport:
 class HeldRow:
     """A request that the member at ``place`` of the group holds, and where its blocks lie there.
 
-    ``sources`` (``core.tiers``) are blocks of the member's own pool and slots of its swap space; rows with a shared
-    prefix share sources.
+    ``sources`` (``core.tiers``): blocks of the member's pool, slots of its swap space; shared by rows of one prefix.
     """
 
     place: int

@@ -44,8 +44,7 @@ class Pin:
 class IdleBackups(Generic[T]):
     """The idle backups of all tiers, and the pins of their contents.
 
-    A tenant pins at most its equal part of all slots while several tenants have pins. Contents that several pins share
-    count in each.
+    While several tenants have pins, each pins at most its equal part of all slots. Shared contents count in each pin.
     """
 
     def __init__(self, tiers: Iterable[Tier]) -> None:

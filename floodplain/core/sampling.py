@@ -30,8 +30,7 @@ class Structure:
 
     UserError if it is longer than ``MAX_STRUCTURE_CHARS``.
 
-    ``content``: a schema or a list as JSON, a regular expression of Rust's ``regex``, a grammar of llguidance's Lark or
-    of llama.cpp's GBNF.
+    ``content``: a schema or a list as JSON, a regex of Rust's ``regex``, a grammar of llguidance (Lark) or in GBNF.
     """
 
     kind: StructureKind

@@ -43,8 +43,7 @@ class StepWork:
     def of(cls, contexts: Sequence[int], chunks: Sequence[tuple[int, int]]) -> StepWork:
         """The work of one batch.
 
-        ``contexts``: tokens that each decode attends to, itself included; ``chunks``: (tokens before it, its tokens) of
-        each.
+        ``contexts``: tokens that each decode attends to, with itself; ``chunks``: of each (tokens before, its tokens).
         """
         return cls(
             num_decodes=len(contexts),

@@ -132,8 +132,7 @@ class LendingScale:
     """The sizes of the scene, and its times in seconds from its start.
 
     The lender lends after ``lend_after_s`` of calm (``--lend-after``). Its users double from ``double_s`` to
-    ``light_s``; those of the borrower start at ``borrow_s``, and its own memory holds ``num_resident`` of their
-    requests.
+    ``light_s``; the borrower's start at ``borrow_s``, and its own memory holds ``num_resident`` of their requests.
     """
 
     lend_after_s: float

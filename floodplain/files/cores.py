@@ -15,8 +15,7 @@ from floodplain.files.control_groups import ControlGroups
 class Cores:
     """The cores of this process.
 
-    ``num_allowed``: those that it may run on (its affinity). ``quota``: CPU seconds per second that its container
-    has; None: there is no limit.
+    ``num_allowed``: those of its affinity. ``quota``: CPU seconds per second that its container has; None: no limit.
     """
 
     num_machine: int

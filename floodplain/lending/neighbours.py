@@ -49,8 +49,7 @@ class LeaseFacts:
 class Neighbours:
     """Runs an engine's agent, lender and borrowers. ``close`` it when the engine's memory is freed.
 
-    ``agent`` is not yet started. ``hurry`` is called in place of the borrowers' own, on a thread of its own, whenever
-    there is news of leases.
+    ``agent`` is not yet started. ``hurry`` replaces the borrowers' own: its own thread calls it at any news of leases.
 
     ``on_news``: called on the agent's thread whenever there is news: a boundary should come soon.
     """

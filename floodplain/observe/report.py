@@ -50,8 +50,7 @@ def render_report(
     """The page as HTML that refers to nothing outside itself.
 
     ``paragraphs`` introduce it, ``ways`` describe the runs by name, ``sections`` follow their pictures, all in plain
-    text; ``lead`` stands before all. ``figures`` are the runs' pictures, as of ``plots.draw_all``; None: all that they
-    have data for.
+    text; ``lead`` stands before all. ``figures``: the runs' pictures, as of ``plots.draw_all``; None: all with data.
     """
     from jinja2 import Environment, PackageLoader
 

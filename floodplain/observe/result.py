@@ -67,9 +67,8 @@ class ExpansionReport:
 class HardwareReport:
     """The hardware of a run: ``name`` is for example the GPU's, or ``emulated-… on …`` when links are emulated.
 
-    Each of ``links`` is a mapping: ``tier``, ``name``, ``emulated``, ``bandwidth`` (bytes per second of a large copy,
-    slower direction); of an emulated one also ``modelled_bandwidth``, ``slowdown`` (their ratio, the same for all) and
-    ``source``.
+    A mapping of ``links`` has ``tier``, ``name``, ``emulated``, ``bandwidth`` (bytes per second of a large copy, slower
+    way); of an emulated one also ``modelled_bandwidth``, ``slowdown`` (their ratio, the same for all) and ``source``.
     """
 
     name: str

@@ -126,8 +126,7 @@ class UnitClass:
 class ServerGroup:
     """Servers that every constraint and equation treats alike, as indices in ``Cluster.servers``.
 
-    GPUs and memory are those of each server and of each GPU; ``allowed``: for each class, whether its units may be
-    there.
+    GPUs and memory are those of each server and each GPU; ``allowed``: of each class, whether its units may be there.
     """
 
     servers: tuple[int, ...]

@@ -103,8 +103,7 @@ def plan_drop(
 ) -> DropPlan | None:
     """The plan with the fewest merges that gains ``need_blocks``; None if none does, or if nothing is needed.
 
-    If no group is overloaded yet, all groups count as overloaded. ``loads`` are all groups that may take part, single
-    instances included.
+    If none is overloaded yet, all groups count as overloaded. ``loads``: all that may take part, single instances too.
     """
     if need_blocks <= 0:
         return None

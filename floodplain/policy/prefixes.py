@@ -13,9 +13,8 @@ from floodplain.policy.growth import blocks_for
 def pays_to_fetch(view: View, row: SequenceView) -> bool:
     """Whether a waiting request's prefix is fetched from swap space faster than it is computed.
 
-    True while the price of computing is unknown. Copies in flight go first; one made for another request may be the one
-    that this request needs. The step beside which the copy runs does not count: it delays this request, but the skipped
-    computation delays no other.
+    True while the price of computing is unknown. Copies in flight go first; one for another request may be what this
+    one needs. The step beside which the copy runs does not count: it delays this request, but skipping delays no other.
     """
     num_tokens = row.num_restorable_tokens - row.num_cached_tokens
     if num_tokens <= 0 or not view.tiers:

@@ -2,9 +2,8 @@
 
 A gap lasts from the end of a session's request to the start of its next one. The *hazard* of a bin is the probability
 that a gap which outlasted all earlier bins ends in this one. What KV is worth is the highest number of expected returns
-per second of a slot, over all times for which it could be kept on (Gittins' index). It is kept until that is at most
-the price of a slot. Source: Continuum (https://arxiv.org/abs/2511.02230), for a time to live from the distribution of
-gaps.
+per second of a slot, over all times to keep it on (Gittins' index). It is kept until that is at most the price of a
+slot. Source: Continuum (https://arxiv.org/abs/2511.02230), for a time to live from the distribution of gaps.
 """
 
 from __future__ import annotations

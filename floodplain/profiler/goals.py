@@ -21,8 +21,7 @@ P99 = 0.99
 class Answer:
     """What a client saw of one request, on any one clock.
 
-    A request that is under way when its try is cut is judged by what it had at ``cut_s``. A failed one is within no
-    goals.
+    A request under way when its try is cut is judged by what it had at ``cut_s``. A failed one is within no goals.
     """
 
     sent_s: float

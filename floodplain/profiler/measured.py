@@ -174,8 +174,7 @@ def measured_target(
 ) -> Iterator[MeasuredTarget]:
     """Open an engine or server, warm it up, and close it when the context ends.
 
-    Its event loop is its own, and runs only during tries. Raises UserError if it cannot be opened, or answers no
-    request.
+    Its event loop is its own, and runs only during tries. UserError if it cannot be opened, or answers no request.
     """
     with asyncio.Runner() as runner:
         opened = runner.run(opening.__aenter__())
@@ -253,8 +252,7 @@ class _Live:
 class LiveTry:
     """Counts token by token what is certainly beyond the goals of a try.
 
-    ``max_gaps`` is the most gaps between tokens that the answers can have; ``error`` is that of the first failed
-    request.
+    ``max_gaps``: the most gaps between tokens that the answers can have; ``error``: that of the first failed request.
     """
 
     def __init__(self, goals: TryGoals, num_requests: int, max_gaps: int) -> None:

@@ -162,9 +162,8 @@ class Outgoing:
     def stop(self, num_copied: int) -> Stopped | None:
         """Hold all blocks that have KV of the request, which the caller then ends in this loop.
 
-        An outstanding step may still write behind ``num_computed`` tokens, which are not read. None, with nothing
-        changed, if it does not run, or has fewer blocks than the ``num_copied`` that the target has (it was preempted
-        meanwhile).
+        An outstanding step may still write behind ``num_computed`` tokens; that is not read. None, with nothing
+        changed, if it does not run, or has fewer blocks than the target's ``num_copied`` (it was preempted meanwhile).
         """
         seq = self._find()
         if seq is None or not 0 < seq.num_computed < len(seq.tokens):

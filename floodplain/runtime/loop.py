@@ -300,8 +300,7 @@ class Loop:
     def _seal(self, seq: Sequence) -> None:
         """Register the content keys of blocks that are full of computed tokens now.
 
-        A sequence that was ended from outside may have computed a token that is not in ``tokens``: its block gets no
-        key.
+        A sequence ended from outside may have computed a token that is not in ``tokens``: its block gets no key.
         """
         block_tokens = self.state.ledger.block_tokens
         num_full = min(seq.num_computed, len(seq.tokens)) // block_tokens

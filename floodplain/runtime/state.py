@@ -84,8 +84,7 @@ class Counters:
 class Source:
     """Source of one block of an absent sequence: on the device (``block``) or in swap space (``backup``).
 
-    ``key`` is None for the partly filled last block, which is never shared. ``num_tokens`` counts leading tokens up to
-    its end.
+    ``key``: None for the partly filled last block, which is never shared. ``num_tokens``: leading ones up to its end.
     """
 
     key: BlockKey | None

@@ -22,8 +22,7 @@ logger = logging.getLogger(__name__)
 class AnswerWatch:
     """ASGI middleware that counts refusals and, if ``is_logged``, logs a request once its answer has ended.
 
-    A line has method, path, status and duration. The status is 500 if the application raised, and ``-`` if the client
-    had no answer.
+    A line has method, path, status and duration. Status: 500 if the application raised, ``-`` if the client got none.
     """
 
     def __init__(

@@ -78,8 +78,7 @@ def read_run(folder: Path) -> RealRun:
 def compare(run: RealRun, prediction: Prediction) -> dict[str, Any]:
     """Errors in per cent, simulated over real: each statistic of ``ttft``, ``tpot`` and ``e2e``, and ``makespan``.
 
-    Also ``kv_blocks``, and the mean absolute difference of running and waiting requests over time. None: not in the
-    run.
+    Also ``kv_blocks`` and mean absolute differences of running and waiting requests over time. None: not in a run.
     """
     lives = prediction.lifecycles
     simulated = _latencies(

@@ -1,7 +1,6 @@
 """Drop and restore in virtual time: instances become a group, and single instances again; each step is timed.
 
-As in the engine (KunServe, sections 4.1, 4.2, 4.4; docs/design/018), but simpler: the group keeps its blocks until it
-pauses.
+As in the engine (KunServe, sections 4.1, 4.2, 4.4; docs/design/018), but a group keeps its blocks until it pauses.
 """
 
 from __future__ import annotations

@@ -200,8 +200,7 @@ class GroupTable:
     def drop(self, number: int, copiers: Mapping[int, Collection[int]]) -> Change:
         """Let the members drop parameters; all have confirmed.
 
-        ``copiers`` has, for each handed-over request that keeps its KV, oldest first, epochs of the members that copy
-        some of it, one at least.
+        ``copiers``: of each request handed over with KV, oldest first, epochs of members that copy some, at least one.
         """
         group = self._expect(number, GroupState.PREPARING, copiers)
         leader = group.leader  # resumes all of them

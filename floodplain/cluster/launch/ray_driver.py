@@ -1,8 +1,7 @@
 """The driver: the process that calls Ray for the router. It places an actor for each slot, and exits with the router.
 
-It is a separate process because Ray ends a process that loses its cluster, and streams must survive that. Only this
-file imports Ray. The router writes a line of JSON for each order to its standard input and reads one for each event
-from its standard output:
+It is a process of its own, as Ray ends one that loses its cluster, and streams must survive that. Only this file
+imports Ray. Orders are lines of JSON on its standard input, events on its standard output:
 
     in:   a ``RaySetup``, then {"run": slot, and the fields of an ``Order``}, {"kill": slot}
     out:  {"ready": true} or {"failed": why}, then {"log": slot, "line": ...}, {"ended": slot, "status", "words"}

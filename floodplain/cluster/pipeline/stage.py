@@ -225,8 +225,7 @@ class PipelineStage:
     ) -> None:
         """Link with both neighbours, and start to compute. ``PeerLost`` if one cannot be reached.
 
-        Of the leader, ``make_ledger`` is called on another thread, so that beats continue, and ``on_engine`` before the
-        engine starts.
+        The leader calls ``make_ledger`` on a thread, so that beats go on, and ``on_engine`` before the engine starts.
         """
         inbound, outbound = await self._link()
         runner = make_runner()

@@ -39,8 +39,7 @@ class GroupRow(BaseModel):
 class Groups(BaseModel):
     """All groups, and counters of changes.
 
-    ``entered`` says how often a group stayed in each state so far; ``restored`` has the seconds that the last
-    restores took, by number.
+    ``entered``: how often a group stayed in each state so far; ``restored``: seconds of the last restores, by number.
     """
 
     groups: list[GroupRow]

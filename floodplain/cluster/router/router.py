@@ -48,8 +48,7 @@ class Router:
         shape: Of the model whose layers instances may drop; None: they drop none.
         migrates: Whether running requests migrate between instances, which then drop no layers.
 
-    ``num_ends``: sessions that ended, by reason. ``monitor``: forms groups by the load; set by the caller. None if only
-    operators do.
+    ``num_ends``: ended sessions, by reason. ``monitor`` forms groups by load; set by the caller. None: operators do.
     """
 
     def __init__(

@@ -338,8 +338,7 @@ class SteeredScheduler(StreamedInputScheduler):
     def _update_request_with_output(self, request: Request, *args: Any, **kwargs: Any) -> tuple[list[int], bool]:
         """Record a step's tokens; with async scheduling, they replace its placeholders.
 
-        vLLM restores nothing of requests whose prompts' log probabilities it must compute, until the first token is
-        there.
+        vLLM restores nothing of requests whose prompts' log probabilities it must compute, until their first token.
         """
         base = AsyncScheduler if self.is_async else Scheduler
         known: tuple[list[int], bool] = base._update_request_with_output(self, request, *args, **kwargs)

@@ -1,7 +1,6 @@
 """How much of a request's beginning is in swap space, by content: looked up once, and again when copies of it change.
 
-The contents' keys are vLLM's own hashes of full blocks, which cover all tokens before, the adapter, images and the
-request's ``cache_salt``.
+Keys are vLLM's own hashes of full blocks, which cover all tokens before, adapter, images and the ``cache_salt``.
 """
 
 from __future__ import annotations
