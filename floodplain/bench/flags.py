@@ -14,7 +14,7 @@ from floodplain.workload.prompts import SEND_HELP, WAYS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchConfig:
-    """The flags of both benches, beside those of engine and workload. UserError if they contradict each other."""
+    """The flags of both benches, beside those of engine and workload. UserError names a wrong one."""
 
     out: Path | None = flag(None, "write the result to this JSON file")
     plot: bool = flag(False, "draw pictures beside the result (needs --out)")
@@ -24,6 +24,8 @@ class BenchConfig:
     def __post_init__(self) -> None:
         if self.plot and self.out is None:
             raise UserError("--plot draws beside the result: give --out FILE too")
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise UserError(f"--max-concurrency must be at least 1, not {self.max_concurrency}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from floodplain.cli.hints import TYPO_SIMILARITY, did_you_mean, hint_for, is_bundled
 from floodplain.cli.sources import Source, dest_of, read_config_file, variable_of
-from floodplain.core.errors import UserError, flag_name
+from floodplain.core.errors import SettingRefused, UserError, flag_name
 from floodplain.core.sizes import format_size, parse_size
 
 C = TypeVar("C")
@@ -72,7 +72,10 @@ def add_dataclass_flags(parser: argparse.ArgumentParser, cls: type[Any], title: 
 def dataclass_from(args: argparse.Namespace, cls: type[C]) -> C:
     """The dataclass with the values of the parsed flags. Raises UserError if it refuses a value."""
     values = {item.name: getattr(args, item.name) for item in fields(cls)}  # type: ignore[arg-type]
-    return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    try:
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    except SettingRefused as error:
+        raise error.as_flags() from None
 
 
 def resolve(parser: argparse.ArgumentParser, argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:

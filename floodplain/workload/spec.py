@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from floodplain.core.errors import UserError
+from floodplain.core.errors import SettingRefused, UserError
 from floodplain.core.flags import changed, flag
 from floodplain.workload.arrivals import (
     FloatArray,
@@ -27,7 +27,7 @@ GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
 def parse_goodput(texts: Sequence[str]) -> dict[str, float]:
-    """The limit of every named metric, in ms. Raises UserError for a wrong name, a second one, or no number > 0."""
+    """The limit of every named metric, in ms. SettingRefused for a wrong name, a second one, or no number > 0."""
     limits: dict[str, float] = {}
     for text in texts:
         name, _, number = text.partition(":")
@@ -36,9 +36,10 @@ def parse_goodput(texts: Sequence[str]) -> dict[str, float]:
         except ValueError:
             limit_ms = math.nan
         if name not in GOODPUT_METRICS or not (math.isfinite(limit_ms) and limit_ms > 0):
-            raise UserError(f"goodput must read like ttft:500 tpot:50 e2el:10000 (milliseconds), not {text!r}")
+            form = "ttft:500 tpot:50 e2el:10000 (milliseconds)"
+            raise SettingRefused(("goodput",), f"must read like {form}, not {text!r}")
         if name in limits:
-            raise UserError(f"goodput names {name} twice")
+            raise SettingRefused(("goodput",), f"names {name} twice")
         limits[name] = limit_ms
     return limits
 
@@ -56,7 +57,7 @@ class WorkloadSpec:
     """The workload flags of ``bench``; each field is the flag of its name, with ``metadata["help"]``.
 
     Arrivals come from ``trace``, or from a rate. Lengths come from the trace, else from ``lengths``, else from the
-    prompts themselves with chat-like output lengths (``prompts`` given), else they are chat-like. Raises UserError if a
+    prompts themselves with chat-like output lengths (``prompts`` given), else they are chat-like. SettingRefused if a
     value is out of its range, or two flags contradict each other.
     """
 
@@ -94,7 +95,7 @@ class WorkloadSpec:
         if not (math.isinf(self.request_rate) and self.request_rate > 0):
             _check_factor("request_rate", self.request_rate)
         if not 0 <= self.seed < 2**63:
-            raise UserError(f"seed must be between 0 and 2**63 - 1, not {self.seed}")
+            raise SettingRefused(("seed",), f"must be between 0 and 2**63 - 1, not {self.seed}")
         parse_goodput(self.goodput)
         self._check_contradictions()
 
@@ -104,21 +105,21 @@ class WorkloadSpec:
             for name in ("request_rate", "burst_factor", "burstiness", "num_prompts", "lengths"):
                 if name in given:
                     hint = "use limit" if name == "num_prompts" else "leave it out"
-                    raise UserError(f"{name} does not go with trace, which says so itself: {hint}")
+                    raise SettingRefused((name,), f"does not go with a trace, which says so itself: {hint}")
         elif self.speedup != 1.0:
-            raise UserError("speedup goes with trace only: raise request_rate instead")
+            raise SettingRefused(("speedup",), "goes with a trace only: raise the request rate instead")
         if self.burst_factor != 1.0 and math.isinf(self.request_rate):
-            raise UserError("burst_factor needs a finite request_rate to multiply")
+            raise SettingRefused(("burst_factor",), "needs a finite request rate to multiply")
 
 
 def _check_count(name: str, value: int | None, maximum: int) -> None:
     if value is not None and not 1 <= value <= maximum:
-        raise UserError(f"{name} must be between 1 and {maximum}, not {value}")
+        raise SettingRefused((name,), f"must be between 1 and {maximum}, not {value}")
 
 
 def _check_factor(name: str, value: float) -> None:
     if not SMALLEST <= value <= LARGEST:
-        raise UserError(f"{name} must be between {SMALLEST:g} and {LARGEST:g}, not {value}")
+        raise SettingRefused((name,), f"must be between {SMALLEST:g} and {LARGEST:g}, not {value}")
 
 
 def build(spec: WorkloadSpec, tokenizer: PromptTokenizer, trace: Trace | None = None) -> list[LoadRequest]:

@@ -66,6 +66,8 @@ def test_flags_that_cannot_be_are_refused_before_torch_is_imported(tmp_path: Pat
             wanted.append(
                 ([*verb, "dummy:tiny-llama", "--kv-memory", "10"], "--kv-memory 10B is less than one KV block")
             )
+        for flag, problem in (("--max-concurrency", "must be at least 1"), ("--num-prompts", "must be between 1 and")):
+            wanted.append((["bench", "offline", "dummy:tiny-llama", flag, "0"], f"{flag} {problem}"))
         argvs = json.dumps([argv for argv, _ in wanted])
         ran = subprocess.run(
             [sys.executable, "-c", PROGRAM, argvs], capture_output=True, text=True, check=True, timeout=60

@@ -45,12 +45,12 @@ def test_every_flag_has_a_help_text() -> None:
         ({"goodput": ("ttft:-1",)}, "goodput"),
         ({"goodput": ("itl:5",)}, "goodput"),
         ({"goodput": ("ttft:1", "ttft:2")}, "twice"),
-        ({"trace": Path("t"), "request_rate": 1.0}, "request_rate does not go with trace"),
-        ({"trace": Path("t"), "burstiness": 2.0}, "burstiness does not go with trace"),
+        ({"trace": Path("t"), "request_rate": 1.0}, "request_rate does not go with a trace"),
+        ({"trace": Path("t"), "burstiness": 2.0}, "burstiness does not go with a trace"),
         ({"trace": Path("t"), "num_prompts": 5}, "use limit"),
-        ({"trace": Path("t"), "lengths": Path("l")}, "lengths does not go with trace"),
-        ({"speedup": 2.0}, "trace only"),
-        ({"burst_factor": 2.0}, "finite request_rate"),
+        ({"trace": Path("t"), "lengths": Path("l")}, "lengths does not go with a trace"),
+        ({"speedup": 2.0}, "speedup goes with a trace only"),
+        ({"burst_factor": 2.0}, "burst_factor needs a finite request rate"),
     ],
 )
 def test_bad_flags_are_named(flags: dict[str, Any], needle: str) -> None:
