@@ -25,7 +25,7 @@ from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import PrefillChunk, StepPlan, TableUpdate
 from floodplain.core.request import Request, SeqId
 from floodplain.core.sampling import SamplingParams
-from floodplain.engine.runner import ModelRunner
+from floodplain.engine.runner import ModelRunner, StageRunner
 from floodplain.memory.arena import Device
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
@@ -109,15 +109,14 @@ class ModelBench:
         self._timed = TimedModel(self._model)
         self.pool = self._open_pool(min_pool_bytes, seed)
         timed: Any = self._timed
-        self._runner = ModelRunner(
+        stage = StageRunner(
             timed,
             self.pool.layers,
             Sampler((), seed),
-            SwapSpace({}),
             block_tokens=BLOCK_TOKENS,
             max_model_len=max(PROMPT_TOKENS, BLOCKS_EACH * BLOCK_TOKENS),
-            on_close=memory.close,
         )
+        self._runner = ModelRunner(stage, SwapSpace({}), memory.close)
 
     def close(self) -> None:
         """Give the memory back."""

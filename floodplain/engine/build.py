@@ -37,10 +37,8 @@ from floodplain.memory.backend import Backend
 from floodplain.memory.backend_choice import choose_backend
 from floodplain.memory.host_memory import available_bytes
 from floodplain.memory.kv_pool import KVPool
-from floodplain.memory.layer_slots import LayerSlots
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.model.network.config import ModelConfig
-from floodplain.model.sampler import Sampler
 from floodplain.model.weights.open_model import open_model
 from floodplain.observe.start_log import StartLog
 from floodplain.policy.base import Policy
@@ -122,7 +120,7 @@ def open_engine(
         on_failure.callback(lambda: neighbours.close() if neighbours is not None else None)
         engine = Engine(
             loop,
-            _make_runner(parts, pool, swap, limits, memory, slots),
+            ModelRunner(parts.make_runner(pool.layers, limits.max_model_len, slots), swap.space, memory.close),
             tokenizer,
             config=parts.config,
             vocab_size=source.config.shape.vocab_size,
@@ -144,27 +142,6 @@ def _make_loop(parts: StageParts, limits: PoolLimits, ledger: BlockLedger, polic
         LoopState(parts.loop_config(limits.max_model_len), ledger, policy, backups, swap.links),
         policy,
         parts.config.seed,
-    )
-
-
-def _make_runner(
-    parts: StageParts,
-    pool: KVPool,
-    swap: OpenedSwap,
-    limits: PoolLimits,
-    memory: DeviceMemory,
-    slots: LayerSlots | None,
-) -> ModelRunner:
-    return ModelRunner(
-        parts.model,
-        pool.layers,
-        Sampler(parts.eos_token_ids, parts.config.seed),
-        swap.space,
-        block_tokens=parts.config.block_tokens,
-        max_model_len=limits.max_model_len,
-        on_close=memory.close,
-        layer_slots=slots,
-        grammars=parts.grammars,
     )
 
 

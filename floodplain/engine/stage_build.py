@@ -23,6 +23,7 @@ from floodplain.engine.runner import StageRunner
 from floodplain.memory.backend_choice import choose_backend
 from floodplain.memory.kv_layout import KVLayout, LayerTensors
 from floodplain.memory.kv_pool import KVPool
+from floodplain.memory.layer_slots import LayerSlots
 from floodplain.model.network.decoder import Decoder
 from floodplain.model.sampler import Sampler
 from floodplain.model.structure import Grammars, grammars_of
@@ -93,17 +94,18 @@ class StageParts:
             pins_sessions=self.config.pin_sessions,
         )
 
-    def make_runner(self, kv_layers: Sequence[torch.Tensor], max_model_len: int) -> StageRunner:
-        """Make a runner without sequences; ``kv_layers`` as in ``StageRunner``, ``max_model_len`` of the pipeline."""
-        sampler = Sampler(self.eos_token_ids, self.config.seed)
-        block_tokens = self.config.block_tokens
+    def make_runner(
+        self, kv_layers: Sequence[torch.Tensor], max_model_len: int, layer_slots: LayerSlots | None = None
+    ) -> StageRunner:
+        """Make a runner without sequences; arguments as of ``StageRunner``, ``max_model_len`` of the pipeline."""
         return StageRunner(
             self.model,
             kv_layers,
-            sampler,
-            block_tokens=block_tokens,
+            Sampler(self.eos_token_ids, self.config.seed),
+            block_tokens=self.config.block_tokens,
             max_model_len=max_model_len,
             grammars=self.grammars,
+            layer_slots=layer_slots,
         )
 
 

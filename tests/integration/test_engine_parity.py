@@ -185,14 +185,15 @@ def test_hardly_any_near_tie_had_to_be_excused(verdicts: list[Verdict]) -> None:
 def test_corrupted_kv_is_noticed(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: with a layer's KV zeroed after each step, at least half of the outputs are wrong."""
     with load() as llm:
-        runner: Any = llm.engine._executor
-        run_layers = runner._model.run_layers
+        executor: Any = llm.engine._executor
+        model = executor._stage._model
+        run_layers = model.run_layers
 
         def forgetful(layers: Any, batch: Any, x: torch.Tensor, kv_layers: Any, hooks: Any) -> torch.Tensor:
             x = run_layers(layers, batch, x, kv_layers, hooks)
             kv_layers[15][: llm.stats().num_blocks].zero_()  # the pool has no memory beyond these
             return x
 
-        monkeypatch.setattr(runner._model, "run_layers", forgetful)
+        monkeypatch.setattr(model, "run_layers", forgetful)
         verdict = check(llm.generate(texts[:6], greedy(), use_tqdm=False))
     assert len(verdict.wrong) >= 3
