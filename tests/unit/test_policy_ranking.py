@@ -109,21 +109,25 @@ def test_the_copies_always_fit_and_one_step_less_would_not_do(
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "flag"),
+    ("field", "value", "message"),
     [
-        ("slice_steps", 0, "^slice "),
-        ("slice_steps", 10_001, "^slice "),
-        ("ttft_goal_s", 0.0, "^ttft_goal "),
-        ("tpot_goal_s", float("nan"), "^tpot_goal "),
-        ("fair_by", "user", "^fair_by "),
-        ("rotation_share", 1.0, "rotation_share"),
-        ("prefill_share", 0.0, "prefill_share"),
-        ("max_gap_s", 0.0, "^max_gap "),
+        ("slice_steps", 0, "slice must be between 1 and 10000 steps, not 0"),
+        ("slice_steps", 10_001, "slice must be between 1 and 10000 steps, not 10001"),
+        ("ttft_goal_s", 0.0, "ttft_goal must be above 0 seconds, not 0.0"),
+        ("tpot_goal_s", float("nan"), "tpot_goal must be above 0 seconds, not nan"),
+        ("fair_by", "user", "fair_by must be one of request, key, not 'user'"),
+        ("max_gap_s", 0.0, "max_gap must be above 0 seconds, not 0.0"),
+        ("line_patience", 0.5, "line_patience must be between 1 and 1000, not 0.5"),
+        ("line_patience", 1001, "line_patience must be between 1 and 1000, not 1001"),
+        ("rotation_share", 1.0, "rotation_share and prefill_share lie between 0 and 1"),
+        ("prefill_share", 0.0, "rotation_share and prefill_share lie between 0 and 1"),
+        ("prompt_share", 1.1, "prompt_share lies between 0 and 1"),
     ],
 )
-def test_a_setting_out_of_range_is_refused_by_name(field: str, value: object, flag: str) -> None:
-    with pytest.raises(UserError, match=flag):
+def test_a_setting_out_of_range_is_refused_with_its_range(field: str, value: object, message: str) -> None:
+    with pytest.raises(UserError) as caught:
         SharingSettings(**{field: value})  # type: ignore[arg-type]
+    assert str(caught.value) == message
 
 
 def test_a_pace_is_the_inverse_of_a_tpot_goal() -> None:

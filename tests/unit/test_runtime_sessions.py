@@ -274,6 +274,17 @@ def test_a_tenant_with_many_sessions_forgets_its_own(monkeypatch: pytest.MonkeyP
     book.check_integrity()
 
 
+def test_the_session_that_was_unused_for_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MOST_SESSIONS", 3)
+    book, _ = make_book(num_slots=1000)
+    flood(book, "bob", 3)
+    used = book.arrive("bob0", "bob", keys("bob0"), 2.0)
+    live(book, "new", 3.0, 4.0, "bob")
+    assert book.arrive("bob0", "bob", keys("bob0"), 5.0) == used
+    book.arrive("", "bob", keys("bob1", 3), 6.0)  # continues no session that was forgotten
+    book.check_integrity()
+
+
 def test_a_tenant_pins_at_most_its_part_of_the_slots() -> None:
     book, backups = make_book(num_slots=8)
     flood(book, "bob", 4)
