@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from floodplain.core.view import Demand
 from floodplain.runtime.demand import NUM_RECENT, RATE_S, DemandMeter, Recent, mean_length
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=40)
@@ -47,10 +46,6 @@ def test_recent_numbers_are_the_last_ones_in_order(numbers: list[int], size: int
 
 def ended(meter: DemandMeter, *outputs: int, num_waiting: int = 1, num_paused: int = 0) -> None:
     meter.learn(0.1, 20, outputs, num_waiting, num_paused)
-
-
-def test_nothing_is_known_at_first() -> None:
-    assert DemandMeter().now == Demand()
 
 
 def test_requests_end_at_the_rate_of_tokens_over_their_mean_number() -> None:

@@ -107,17 +107,6 @@ def test_every_limit_is_at_least_one() -> None:
 # -- steps -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_idle_loop_waits_without_a_limit() -> None:
-    assert make_loop().next_plan(0.0) == Wait()
-
-
-def test_one_step_at_a_time() -> None:
-    driver = Driver(make_loop(depth=1))
-    driver.submit([1, 2], max_tokens=3)
-    driver.plan()
-    assert driver.plan() == Wait()
-
-
 def test_the_executor_gets_a_request_once_and_each_new_block_once() -> None:
     driver = Driver(make_loop(block_tokens=4))
     driver.submit([1, 2, 3], max_tokens=6, ignore_eos=True)
@@ -292,18 +281,6 @@ def test_a_hit_leaves_at_least_one_token_to_compute() -> None:
     assert driver.loop.counters.num_cached_tokens == 4
 
 
-def test_two_that_run_together_hold_the_prefix_once() -> None:
-    driver = Driver(make_loop(num_blocks=16))
-    driver.submit(PROMPT, max_tokens=9, ignore_eos=True)
-    driver.step()
-    driver.submit(PROMPT, max_tokens=9, ignore_eos=True)
-    driver.step()
-    tables = driver.loop.state.block_tables()
-    assert tables[0][:2] == tables[1][:2]
-    assert not set(tables[0][2:]) & set(tables[1][2:])
-    driver.run()
-
-
 def test_a_prefix_is_shared_only_under_the_same_salt() -> None:
     driver = Driver(make_loop(num_blocks=16))
     for salt in ("one", "other", "one"):
@@ -325,16 +302,6 @@ def test_without_prefix_caching_nothing_is_ever_a_hit() -> None:
     tables = driver.loop.state.block_tables()
     assert not set(tables[0]) & set(tables[1])
     driver.run()
-
-
-def test_an_evicted_prefix_is_computed_again() -> None:
-    driver = Driver(make_loop(num_blocks=4, max_model_len=16))
-    driver.submit(PROMPT, max_tokens=1)
-    driver.run()
-    driver.submit(range(40, 52), max_tokens=4, ignore_eos=True)
-    driver.run()
-    driver.submit(PROMPT, max_tokens=1)
-    assert computed(driver.step()) == {2: 11}
 
 
 # -- an impossible decision of a policy raises an error --------------------------------------------------------------

@@ -155,15 +155,6 @@ def test_nothing_is_kept_of_finished_sequences() -> None:
     assert set(driver.executor.replicas) == {last}
 
 
-def test_a_tiny_pool_at_depth_two_serves_all_requests() -> None:
-    driver = make_driver(num_blocks=3, block_tokens=2, max_model_len=6, max_batched_tokens=3, max_num_seqs=4)
-    for number in range(12):
-        driver.submit([number, number + 1], max_tokens=4, ignore_eos=number % 2 == 0)
-    driver.run(max_steps=200)
-    assert len(driver.finished) == 12
-    assert driver.loop.counters.preemptions["recompute"] > 0
-
-
 def test_blocks_do_not_move_under_an_outstanding_step() -> None:
     driver = make_driver()
     driver.submit([1, 2], max_tokens=4)

@@ -80,14 +80,6 @@ def test_the_blocks_of_the_last_request_are_saved_although_nothing_is_live() -> 
     driver.check_at_rest()
 
 
-def test_an_aborted_request_is_not_saved() -> None:
-    driver = make_driver()
-    one = turn(driver, [*PROMPT])
-    driver.step()
-    driver.loop.finish(one, FinishReason.ABORT, driver.tick())
-    assert not driver.loop.has_unfinished and not driver.loop.state.unsaved_pins
-
-
 def test_what_two_sessions_share_is_saved_once() -> None:
     driver = make_driver()
     turn(driver, [*PROMPT], "a")

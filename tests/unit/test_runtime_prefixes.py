@@ -71,14 +71,6 @@ def test_a_prefix_evicted_from_the_device_is_fetched_from_swap_space() -> None:
     assert driver.loop.counters.num_recomputed_tokens == 0
 
 
-def test_fcfs_fetches_it_unasked() -> None:
-    driver = make_driver()
-    newcomer = saved(driver)
-    plans = driver.run()
-    assert [t.kind for made in plans for t in made.transfers] == [TransferKind.SWAP_IN]
-    assert driver.finished[newcomer] is FinishReason.LENGTH
-
-
 def test_what_is_saved_once_is_not_saved_again() -> None:
     driver = make_driver()
     saved(driver)
@@ -88,19 +80,6 @@ def test_what_is_saved_once_is_not_saved_again() -> None:
     assert transfer.seq_id is None
     assert len(transfer.blocks) == 2 + 1  # the other prompt, and what the newcomer added to its prefix
     driver.settle()
-    driver.run()
-
-
-def test_only_the_next_blocks_to_be_evicted_are_saved() -> None:
-    driver = make_driver()
-    live_through(driver)
-    live_through(driver, range(30, 40))
-    oldest = driver.loop.state.ledger.cached_blocks()[:2]
-    driver.submit([60], max_tokens=2, ignore_eos=True)
-    [transfer] = plan(driver, save(2)).transfers
-    assert list(transfer.blocks) == oldest
-    driver.settle()
-    assert driver.loop.state.ledger.cached_blocks()[:2] == oldest
     driver.run()
 
 
@@ -156,17 +135,6 @@ def test_if_the_first_is_aborted_or_its_copy_fails_the_second_goes_on(ok: bool) 
     assert driver.loop.counters.num_cached_tokens == (8 if ok else 0)
 
 
-def test_a_save_that_failed_is_a_miss() -> None:
-    driver = make_driver()
-    live_through(driver)
-    newcomer = driver.submit([*PROMPT, 21, 22], max_tokens=3, ignore_eos=True)
-    plan(driver, save())
-    driver.settle(ok=False)
-    driver.evict_everything()
-    assert computed(driver.step()) == {newcomer: 12}
-    driver.run()
-
-
 def test_a_swap_out_takes_no_slot_of_a_prefix_fetched_in_that_step() -> None:
     """Two prefixes of two blocks are idle, one slot is free, three are needed: the other prefix is evicted."""
     driver = make_driver(num_slots=5)
@@ -214,16 +182,6 @@ def test_a_request_aborted_during_its_fetch_leaves_nothing_behind(ok: bool) -> N
     assert num_idle(driver) == (2 if ok else 0)
 
 
-def test_a_block_that_is_saved_can_be_revived_meanwhile() -> None:
-    driver = make_driver()
-    live_through(driver)
-    newcomer = driver.submit([*PROMPT, 21, 22], max_tokens=3, ignore_eos=True)
-    plan(driver, save())
-    assert computed(driver.step()) == {newcomer: 4}
-    driver.settle()
-    driver.run()
-
-
 def test_need_takes_the_slots_of_the_prefix_that_was_used_least_recently() -> None:
     driver = make_driver(num_slots=4)
     for first in (0, 30, 60):
@@ -252,11 +210,3 @@ def test_an_ended_request_loses_its_last_backup_first() -> None:
     backups = driver.loop.state.backups
     backups.begin_write(Tier.HOST, [BlockKey(b"needed")])
     assert [backups.find(key) is not None for key in keys] == [True, False]
-
-
-def test_without_a_prefix_cache_nothing_stays() -> None:
-    driver = make_driver(caches_prefixes=False)
-    live_through(driver)
-    driver.submit(PROMPT, max_tokens=2, ignore_eos=True)
-    driver.run()
-    assert num_idle(driver) == 0

@@ -34,10 +34,6 @@ def learned(*steps: tuple[StepPlan, float]) -> Prices:
     return prices.now
 
 
-def test_nothing_is_known_at_first() -> None:
-    assert StepPrices().now == Prices(0.0, 0.0)
-
-
 def serve(prices: StepPrices, num_prompt: int, num_rounds: int) -> None:
     """Ten streams in steps of 20 ms, 1 ms for a prompt token; in each round of six steps one ends after 60 decodes."""
     for _ in range(num_rounds):
@@ -126,12 +122,6 @@ def test_one_step_that_stumbles_moves_little() -> None:
     assert learned(*[(plan(8), 0.02)] * 100, (plan(8), 0.2)).step_s < 0.024
 
 
-def test_beside_decodes_a_prompt_pays_for_what_it_adds() -> None:
-    prices = learned(*[(plan(4), 0.02)] * 20, *[(plan(4, 30, 10), 0.06), (plan(4), 0.02)] * 20)
-    assert prices.step_s == pytest.approx(0.02, rel=0.02)
-    assert prices.prefill_token_s == pytest.approx(0.04 / 40, rel=0.05)
-
-
 def test_a_lone_step_costs_what_a_step_and_one_decode_do() -> None:
     steps = [(plan(count), 0.01 + 0.001 * count) for count in (1, 20, 5, 12)] * 40
     assert learned(*steps).lone_step_s == pytest.approx(0.011, rel=0.05)
@@ -190,10 +180,6 @@ def test_what_nothing_is_paid_for_keeps_its_price() -> None:
     assert after.prefill_token_s == pytest.approx(before.prefill_token_s, rel=0.02)
 
 
-def test_a_plan_that_only_moves_kv_changes_no_price() -> None:
-    assert learned((plan(0), 0.5)) == Prices()
-
-
 def test_the_same_object_is_shown_until_something_is_learned() -> None:
     prices = StepPrices()
     prices.learn(*plan(2).count_work(), 0.02)
@@ -233,10 +219,6 @@ def copy_often(links: Links, latency_s: float, price_s: float, num_times: int = 
         copy(
             links, dice.choice([1, 1, 4, 12, 40]), latency_s * factor, price_s * factor, way=(OUT, IN)[number % 2 == 0]
         )
-
-
-def test_before_the_first_copy_it_is_what_was_measured() -> None:
-    assert Links([MEASURED], BLOCK_BYTES)[Tier.HOST] == MEASURED
 
 
 def test_copies_as_quick_as_measured_change_nothing() -> None:

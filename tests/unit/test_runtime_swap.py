@@ -31,20 +31,6 @@ def test_a_swapped_in_sequence_computes_exactly_one_token() -> None:
     assert driver.loop.counters.preemptions == {"recompute": 0, "swap": 1}
 
 
-def test_after_a_backup_the_switch_copies_only_the_tail() -> None:
-    driver = make_driver()
-    seq_id = start(driver)
-    [written] = plan(driver, back_up(seq_id)).transfers
-    assert (written.kind, len(written.blocks)) == (TransferKind.BACKUP, 2)
-    driver.settle()
-    [out] = plan(driver, swap_out(seq_id)).transfers
-    assert len(out.blocks) == 1
-    driver.settle()
-    driver.evict_everything()
-    assert len(plan(driver, resume(seq_id)).transfers[0].blocks) == 3
-    driver.run()
-
-
 def test_blocks_that_are_full_and_backed_up_are_swapped_out_without_a_copy() -> None:
     driver = make_driver()
     other = start(driver, range(60, 61))
@@ -124,16 +110,6 @@ def test_a_failed_swap_in_recomputes_and_is_not_tried_for_ever() -> None:
     driver.run()
     assert driver.loop.counters.num_recomputed_tokens == 10
     assert driver.loop.counters.num_failed_transfers == 1
-
-
-def test_a_failed_swap_out_is_a_miss_never_an_answer() -> None:
-    driver = make_driver()
-    seq_id = start(driver)
-    plan(driver, swap_out(seq_id))
-    driver.evict_everything()
-    driver.settle(ok=False)
-    assert driver.seq(seq_id).status is Status.WAITING
-    driver.run()
 
 
 def test_a_failed_backup_is_forgotten_and_written_again() -> None:
