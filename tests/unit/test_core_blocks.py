@@ -113,14 +113,6 @@ def test_a_pinned_block_does_not_move() -> None:
         ledger.move(block, BlockId(1 - block))
 
 
-def test_freeing_twice_is_a_broken_invariant() -> None:
-    ledger = BlockLedger(2, 4)
-    blocks = owned(ledger, 1)
-    ledger.free(blocks)
-    with pytest.raises(InvariantError, match="is free, not owned"):
-        ledger.free(blocks)
-
-
 def test_references_without_a_holder_are_noticed() -> None:
     ledger = BlockLedger(3, 4)
     blocks = owned(ledger, 2)

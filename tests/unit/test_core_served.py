@@ -25,12 +25,6 @@ def test_a_token_of_a_prompt_counts_half() -> None:
     assert weighted_work(10, 3, 0) == 10 * PROMPT_WEIGHT + 3 == 8
 
 
-def test_the_first_key_begins_at_nothing() -> None:
-    accounts = KeyAccounts()
-    accounts.arrive("a", [])
-    assert accounts.credits == {"a": 0.0}
-
-
 def test_a_new_key_begins_at_the_least_that_any_active_one_was_given() -> None:
     accounts = KeyAccounts()
     accounts.arrive("a", [])
@@ -38,21 +32,6 @@ def test_a_new_key_begins_at_the_least_that_any_active_one_was_given() -> None:
     assert accounts.credits["b"] == 30.0
     accounts.arrive("c", [("a", 70.0), ("b", 12.0)])  # b: 30 by lift and 12 of its own
     assert accounts.credits["c"] == 42.0
-
-
-def test_a_second_request_of_a_live_key_is_not_lifted() -> None:
-    accounts = KeyAccounts()
-    accounts.arrive("a", [])
-    accounts.arrive("a", [("a", 50.0)])
-    assert accounts.credits == {"a": 0.0}
-
-
-def test_what_an_ended_request_was_given_stays_on_its_key() -> None:
-    accounts = KeyAccounts()
-    accounts.arrive("a", [])
-    accounts.arrive("a", [])
-    accounts.depart("a", 25.0)
-    assert accounts.credits == {"a": 25.0}
 
 
 @pytest.mark.parametrize(("given", "credit"), [(5.0, 200.0), (500.0, 500.0)])
