@@ -219,7 +219,6 @@ class Instances:
 
 def _open_cluster(instances: Instances) -> ClusterEngine:
     from floodplain.cluster.router.engine import ClusterEngine
-    from floodplain.cluster.router.webhook import Webhook
     from floodplain.web.address import bind
 
     cluster_config = instances.cluster_config
@@ -228,17 +227,6 @@ def _open_cluster(instances: Instances) -> ClusterEngine:
     with ExitStack() as on_failure:
         sock: socket.socket = bind(*split_address(cluster_config.instance_address, "--instance-address"))
         on_failure.callback(sock.close)
-        engine = ClusterEngine(
-            instances.config,
-            sock,
-            processes=instances.processes,
-            outside_token=instances.token,
-            silence_s=cluster_config.instance_timeout,
-            stall_timeout_s=cluster_config.stall_timeout,
-            is_pipeline=cluster_config.pipeline,
-            relief=cluster_config.relief,
-            most_stages=cluster_config.most_stages,
-            webhook=None if cluster_config.autoscale_webhook is None else Webhook(cluster_config.autoscale_webhook),
-        )
+        engine = ClusterEngine(instances.config, cluster_config, sock, instances.processes, instances.token)
         on_failure.pop_all()
     return engine

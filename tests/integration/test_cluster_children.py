@@ -17,6 +17,7 @@ from floodplain.cluster.launch.launcher import MAX_FAILED_STARTS, Launcher
 from floodplain.cluster.launch.parent import read_token
 from floodplain.cluster.launch.processes import Ending, LocalProcesses
 from floodplain.cluster.router.engine import ClusterEngine
+from floodplain.cluster.settings import ClusterConfig
 from floodplain.core.errors import InvariantError, QueueFull, ServiceLost, UserError
 from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
@@ -187,7 +188,7 @@ class EndingProcesses(FakeProcesses):
 
 def cluster(processes: FakeProcesses) -> ClusterEngine:
     config = EngineConfig(model="dummy:tiny-llama")
-    return ClusterEngine(config, bind("127.0.0.1", 0), processes=processes, outside_token=None, silence_s=1.0)
+    return ClusterEngine(config, ClusterConfig(instances=processes.num_slots), bind("127.0.0.1", 0), processes)
 
 
 @pytest.mark.parametrize(("status", "num_runs"), [(1, MAX_FAILED_STARTS), (2, 1)])

@@ -18,7 +18,7 @@ from floodplain.cluster.router.monitor import Monitor, Notice
 from floodplain.cluster.router.requests import Caller
 from floodplain.cluster.router.router import Router
 from floodplain.cluster.router.webhook import Webhook
-from floodplain.cluster.settings import DROPPING_RELIEFS, MOST_STAGES
+from floodplain.cluster.settings import DROPPING_RELIEFS, ClusterConfig
 from floodplain.core.errors import InvariantError, QueueFull, ServiceLost, ShuttingDown, UserError
 from floodplain.core.lifecycle import EndedRequest, Lifecycle, OnFirstToken
 from floodplain.core.request import Request
@@ -37,13 +37,10 @@ class ClusterEngine:
     """The router as an engine. Everything but ``stats`` is called on the event loop that awaited ``start``.
 
     Args:
+        config: The engine flags of its instances; ``cluster_config`` are its own.
         sock: A bound socket, to which instances connect. ``close`` closes it.
         processes: The processes of its own instances; ``close`` ends them.
         outside_token: Admits instances that were started elsewhere; None: none are.
-        silence_s: An instance that sends nothing for so long is declared dead.
-        stall_timeout_s: So long an instance may stand still; None: as long as steps that ended allow.
-        relief: The reaction to an overload: one of ``settings.RELIEFS``.
-        webhook: Receives a notice when memory is short and no more layers can be dropped; None: no notices.
 
     UserError if the model cannot be read, or has fewer layers than there are stages.
     """
@@ -51,17 +48,12 @@ class ClusterEngine:
     def __init__(
         self,
         config: EngineConfig,
+        cluster_config: ClusterConfig,
         sock: socket.socket,
-        *,
         processes: Processes,
-        outside_token: str | None,
-        silence_s: float,
-        stall_timeout_s: float | None = None,
-        is_pipeline: bool = False,
-        relief: str = "none",
-        most_stages: int = MOST_STAGES,
-        webhook: Webhook | None = None,
+        outside_token: str | None = None,
     ) -> None:
+        is_pipeline, relief, url = cluster_config.pipeline, cluster_config.relief, cluster_config.autoscale_webhook
         self._sock, self._max_waiting, self.model_name = sock, config.max_waiting, config.model
         source = open_model(config.model, config.seed)
         if is_pipeline:
@@ -77,12 +69,12 @@ class ClusterEngine:
         shape = source.config.shape if relief in DROPPING_RELIEFS else None
         migrates, on_finished = relief == "migrate", self._note_finished
         self.router = Router(
-            silence_s, tokens, self._launcher, on_finished, num_stages, shape, migrates=migrates,
-            stall_timeout_s=stall_timeout_s, vocab_size=self.vocab_size,
+            cluster_config.instance_timeout, tokens, self._launcher, on_finished, num_stages, shape, migrates=migrates,
+            stall_timeout_s=cluster_config.stall_timeout, vocab_size=self.vocab_size,
         )  # fmt: skip
-        self._webhook = webhook
+        self._webhook = None if url is None else Webhook(url)
         if shape is not None and relief in ("drop", "auto"):
-            self._watch_load(shape, is_priced=relief == "auto", most_stages=most_stages)
+            self._watch_load(shape, is_priced=relief == "auto", most_stages=cluster_config.most_stages)
         self._num_slots, self._is_pipeline, self._is_started = processes.num_slots, is_pipeline, False
         self._change = asyncio.Event()
         self._callers: dict[Caller, None] = {}
