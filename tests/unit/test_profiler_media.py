@@ -1,4 +1,4 @@
-"""Profiles of a callable with a fake clock and device: medians, out of memory, failures."""
+"""Profiles of a callable with a fake clock and device: medians, out of memory, failures. Targets by name."""
 
 from __future__ import annotations
 
