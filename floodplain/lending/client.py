@@ -127,6 +127,8 @@ class CoordinatorClient:
                 if status == 200:
                     return _read(text)
                 problem = f"{_shown(self._urls[0])} answers {status}: {_message_of(text)}"
+                if status == 404:  # a coordinator has all of these paths
+                    raise NotACoordinator(_one_line(f"{_NONE}: {problem}"))
                 if status < 500 and status != 429:
                     raise UserError(_one_line(problem))
             self.close()

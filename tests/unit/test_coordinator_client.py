@@ -228,6 +228,16 @@ def test_an_answer_that_is_none_is_the_users_error_in_one_line(body: bytes) -> N
             assert len(str(caught.value)) < 500
 
 
+def test_a_server_without_the_paths_of_a_coordinator_is_none() -> None:
+    wanted = "^what answers as coordinator is none: .* answers 404: "
+    with (
+        answering(answer(b"{}", 404)) as peer,
+        closing(CoordinatorClient(peer.url)) as client,
+        pytest.raises(NotACoordinator, match=wanted),
+    ):
+        client.list_leases()
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"error": 1}', b'{"error": {}}', b"[" * 100_000, b"\xff"])
 def test_a_refusal_without_a_reason_is_one_all_the_same(body: bytes) -> None:
     with (
