@@ -11,7 +11,7 @@ from floodplain.cli import profile_media
 from floodplain.cli.options import add_verb, dataclass_from
 from floodplain.core.errors import UserError
 from floodplain.core.flags import flag
-from floodplain.engine.config import EngineConfig, check_early
+from floodplain.engine.config import EngineConfig, check_early, check_sizes
 from floodplain.files.extras import require
 from floodplain.files.profile import Profile, read_profile
 from floodplain.files.results import PLOT_HELP, check_picture, check_writable
@@ -61,8 +61,10 @@ def _run_llm(args: argparse.Namespace) -> int:
         check_writable(config.out, "--out", config.steps, spec.trace)
     if config.base_url is not None:
         check_server(config.base_url)  # before the imports, which take longer
-    else:
+    elif config.steps is None:
         check_early(engine)
+    else:
+        check_sizes(engine)  # in virtual time the pool may be larger than this machine's memory
 
     from floodplain.profiler.llm_profile import run_profile
 
@@ -75,6 +77,7 @@ def _run_swap(args: argparse.Namespace) -> int:
     spec = dataclass_from(args, WorkloadSpec)
     config.check_engine(engine)
     config.check_load(spec)
+    check_sizes(engine)
     if config.out is not None:
         check_writable(config.out, "--out", config.steps, config.llm_profile, spec.trace)
 

@@ -326,17 +326,25 @@ def _check_type(name: str, value: Any, kinds: tuple[type, ...]) -> None:
 
 
 def check_early(config: EngineConfig) -> None:
-    """Check that the model exists, and that memory sizes fit the machine and a KV block. Raises UserError."""
-    sizes = {"--kv-memory": config.kv_memory, "--swap-memory": config.swap_memory}
-    asked = {flag: size for flag, size in sizes.items() if size is not None}
+    """Check as ``check_sizes``, and that memory sizes fit the machine. Raises UserError."""
     if config.device == "cpu":
         available = available_bytes()
-        for flag, size in asked.items():
+        for name, size in _asked_sizes(config).items():
             if size > available:
                 asked_size, free = format_size(size), show_size(available)
-                raise UserError(f"{flag} {asked_size} is more than the {free} that this machine has free: lower it")
+                raise UserError(f"{name} {asked_size} is more than the {free} that this machine has free: lower it")
+    check_sizes(config)
+
+
+def check_sizes(config: EngineConfig) -> None:
+    """Check that the model exists, and that memory sizes hold a KV block. Raises UserError."""
     block_bytes = config.block_tokens * peek_shape(config.model).kv_bytes_per_token(DTYPE_BYTES[config.dtype])
-    for flag, size in asked.items():
+    for name, size in _asked_sizes(config).items():
         if size < block_bytes:
             least = show_size(block_bytes)
-            raise UserError(f"{flag} {format_size(size)} is less than one KV block of {least}: raise it")
+            raise UserError(f"{name} {format_size(size)} is less than one KV block of {least}: raise it")
+
+
+def _asked_sizes(config: EngineConfig) -> dict[str, int]:
+    sizes = {"--kv-memory": config.kv_memory, "--swap-memory": config.swap_memory}
+    return {name: size for name, size in sizes.items() if size is not None}

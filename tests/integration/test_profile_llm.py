@@ -208,6 +208,8 @@ def test_slower_steps_sustain_a_lower_rate(tmp_path: Path, steps: Path) -> None:
         (["--limit", "2"], "--limit does not go with"),
         (["--burst-factor", "2", "--request-rate", "1"], "does not go with a search"),
         (["--steps", "/nowhere/s.json", "--kv-memory", "1GiB"], "/nowhere/s.json"),
+        (["--steps", "/nowhere/s.json", "--kv-memory", "900TiB"], "cannot read /nowhere/s.json"),
+        (["--steps", "/nowhere/s.json", "--kv-memory", "1"], "--kv-memory 1B is less than one KV block"),
         (["--base-url", "ftp://x", "--tokenizer", MODEL], "--base-url must look like"),
     ],
 )
