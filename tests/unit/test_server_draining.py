@@ -52,18 +52,23 @@ def make(num_live: int, timeout_s: float = 30.0) -> tuple[Draining, Engine, Drai
     return Draining(engine, switch, timeout_s, lambda: engine.now_s), engine, switch  # type: ignore[arg-type]
 
 
-async def test_the_log_says_what_is_awaited_and_how_it_ended(entries: pytest.LogCaptureFixture) -> None:
-    draining, engine, switch = make(3)
+@pytest.mark.parametrize(("num_live", "requests", "them"), [(3, "3 requests", "them"), (1, "1 request", "it")])
+async def test_the_log_says_what_is_awaited_and_how_it_ended(
+    num_live: int, requests: str, them: str, entries: pytest.LogCaptureFixture
+) -> None:
+    """A server that waits for the drain ends when the last line is logged."""
+    draining, engine, switch = make(num_live)
     draining.begin()
     assert switch.is_draining
+    waiting = asyncio.ensure_future(draining.wait())
     await settle()
-    engine.end(2, at_s=102.0)
+    engine.end(num_live - 1, at_s=102.0)
     await settle()
-    assert len(entries.messages) == 1
+    assert not waiting.done() and len(entries.messages) == 1
     engine.end(1, at_s=104.25)
-    await settle()
+    await waiting
     assert entries.messages == [
-        "stopping: 3 requests may finish within 30 s; a second signal aborts them",
+        f"stopping: {requests} may finish within 30 s; a second signal aborts {them}",
         "stopped after 4.2 s: all requests ended",
     ]
 
@@ -98,21 +103,6 @@ async def test_an_idle_server_has_nothing_to_await(entries: pytest.LogCaptureFix
     make(0)[0].begin()
     await settle()
     assert entries.messages == ["stopping: no request is live"]
-
-
-async def test_a_server_waits_until_the_end_of_its_drain_is_logged(entries: pytest.LogCaptureFixture) -> None:
-    draining, engine, _ = make(1)
-    draining.begin()
-    await settle()
-    waiting = asyncio.ensure_future(draining.wait())
-    await settle()
-    assert not waiting.done() and len(entries.messages) == 1
-    engine.end(1, at_s=101.0)
-    await waiting
-    assert entries.messages == [
-        "stopping: 1 request may finish within 30 s; a second signal aborts it",
-        "stopped after 1.0 s: all requests ended",
-    ]
 
 
 @pytest.mark.parametrize("is_waiting", [False, True])

@@ -39,11 +39,6 @@ def test_a_line_has_gauges_and_rates_since_the_last_look() -> None:
     assert line is not None and "; 5.0 prompt and 2.5 generated tokens/s; swap 0 bytes/s out, 0 bytes/s in" in line
 
 
-def test_an_idle_server_is_silent() -> None:
-    server = Server()
-    assert [server.look(STATUS_S) for _ in range(3)] == [None] * 3
-
-
 @pytest.mark.parametrize("gauge", ["num_running", "num_waiting", "num_swapped"])
 def test_a_live_request_is_load_even_if_nothing_is_computed(gauge: str) -> None:
     server = Server()
@@ -64,7 +59,7 @@ def test_either_kind_of_tokens_is_load(counter: str) -> None:
     assert Server().look(STATUS_S, EngineStats(num_blocks=200, **{counter: 5}))
 
 
-def test_idle_time_before_the_load_is_not_in_its_rate() -> None:
+def test_an_idle_server_is_silent_and_its_idle_time_is_in_no_rate() -> None:
     server = Server()
     assert [server.look(STATUS_S) for _ in range(5)] == [None] * 5
     line = server.look(STATUS_S, LOADED)

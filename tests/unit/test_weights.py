@@ -100,11 +100,6 @@ def refusal(model: Path | str) -> str:
     return str(error.value)
 
 
-def test_names_that_are_no_model() -> None:
-    assert "MODEL is a name of the Hugging Face hub, a folder" in refusal("/no/such/thing")
-    assert "no model shape is called 'what'" in refusal("dummy:what")
-
-
 def test_broken_folders_are_refused_in_one_line(tmp_path: Path) -> None:
     assert "config.json is missing" in refusal(tmp_path)
     folder = write_folder(tmp_path)
@@ -223,7 +218,9 @@ def test_an_end_of_sequence_that_is_no_token_is_refused(tmp_path: Path, value: o
     assert "config.json: eos_token_id=" in refusal(write_folder(folder, eos_token_id=value))
 
 
-def test_names_that_cannot_be_looked_up_are_no_model(tmp_path: Path) -> None:
+def test_names_that_are_no_model(tmp_path: Path) -> None:
+    assert "MODEL is a name of the Hugging Face hub, a folder" in refusal("/no/such/thing")
+    assert "no model shape is called 'what'" in refusal("dummy:what")
     loop = tmp_path / "loop.gguf"
     loop.symlink_to(loop)
     for name in ("x" * 300, "a\0b", str(loop), "/dev/zero"):
