@@ -45,6 +45,8 @@ def check_writable(path: Path, flag: str = "--out", *others: Path | None) -> Non
             fd, part = _open_part(target.parent)
             part.unlink()
             os.close(fd)
+    except FileExistsError:
+        raise UserError(f"{flag} {path} cannot be written: {path.parent} is no folder") from None
     except (OSError, ValueError) as error:  # ValueError: the path has a NUL byte
         raise UserError(f"{flag} {path} cannot be written: {getattr(error, 'strerror', None) or error}") from None
 
