@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from floodplain import SamplingParams
+from floodplain.cluster.state.row_checks import check_moves
 from floodplain.cluster.wire.group_messages import Adopt, Collect, Drop, Fetch, Fill, HeldRequest, Move, Return
 from floodplain.cluster.wire.messages import Form, GoOn, PullKv
 from floodplain.cluster.wire.order_checks import check_form, check_order
@@ -96,3 +97,10 @@ def test_one_wrong_field_is_refused(order: Any, wrong: dict[str, Any]) -> None:
 def test_a_ticket_that_comes_twice_is_refused(order: Any) -> None:
     with pytest.raises(WireError, match="twice"):
         check(order, [5, 6, 7], tickets=(1, 3))
+
+
+@pytest.mark.parametrize("wrong", [[0], [0, 12, 2], [-1, 3, 2], [0, 0, 2], [0, 3, 3], [0, 3, -1], [0, 3, 1, 1]])
+def test_a_shrink_moves_blocks_of_the_pool_once_and_unmaps_its_quanta(wrong: list[int]) -> None:
+    check_moves(1, [0, 11, 0, 2], num_quanta=3, quantum_blocks=4)
+    with pytest.raises(WireError):
+        check_moves(1, wrong, num_quanta=3, quantum_blocks=4)

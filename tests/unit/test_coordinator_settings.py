@@ -31,6 +31,11 @@ from tests.support.secret_files import secret_file
         {"max_borrowed": 1},
         {"forget_after": 0.0},
         {"forget_after": float("nan")},
+        {"forget_after": 10 * 365 * 86400 + 1.0},
+        {"max_connections": 7},
+        {"max_connections": 2**20 + 1},
+        {"keep_alive_timeout": 0.9},
+        {"keep_alive_timeout": 86401.0},
         {"url": ""},
         {"url": "10.0.0.1:8100"},
         {"url": "ftp://host"},
@@ -49,6 +54,14 @@ def test_a_value_out_of_range_is_refused_in_one_line_that_names_the_flag(flags: 
     with pytest.raises(UserError, match=f"--{next(iter(flags)).replace('_', '-')} must be") as caught:
         CoordinatorConfig(**flags)
     assert "\n" not in str(caught.value)
+
+
+def test_values_at_their_bounds_are_taken() -> None:
+    CoordinatorConfig(ttl=1.0, max_leases=1, forget_after=1.0, max_connections=8, keep_alive_timeout=1.0)
+    decade_s = 10 * 365 * 86400.0
+    CoordinatorConfig(
+        ttl=3600.0, max_leases=8192, forget_after=decade_s, max_connections=2**20, keep_alive_timeout=86400.0
+    )
 
 
 def test_the_default_store_lies_in_the_users_state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

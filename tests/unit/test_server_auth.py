@@ -20,9 +20,9 @@ def test_a_line_is_a_key_or_a_name_and_a_key(tmp_path: Path) -> None:
 
 def test_a_line_that_begins_with_admin_is_an_admins(tmp_path: Path) -> None:
     plain = "admin secret-2\nadmin secret-3 7\nadmin secret-4 tpot=9\nann secret-5\nkey-6\n"
-    keys = KeyRing.from_file(secret_file(tmp_path, f"admin ops secret-of-ops -5 ttft=200\n{plain}"))
+    keys = KeyRing.from_file(secret_file(tmp_path, f"admin ops 8letters -5 ttft=200\n{plain}"))
     ops = Client("ops", -5, best_goals=Goals(ttft_s=0.2), is_admin=True)
-    assert keys.client_of(b"Bearer secret-of-ops") == ops
+    assert keys.client_of(b"Bearer 8letters") == ops
     others = [keys.client_of(f"Bearer {line.split()[1 if ' ' in line else 0]}".encode()) for line in plain.splitlines()]
     names = ["admin", "admin", "admin", "ann", "key-6"]
     assert [(one.name, one.is_admin) for one in others if one] == [(name, False) for name in names]
@@ -71,9 +71,9 @@ def test_a_file_that_others_may_open_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "", "# only\n", "a b c\n", "admin b 1000\n", "admin b 5x\n", "admin b secret-key x\n", "ann secret admin\n",
-        "a b 1 2\n", "a b 1.5\n", "a b tpot=1 tpot=2\n", "a b tpot=0\n", "a b ttft=-1\n", "a b 1tpot=5\n",
-        "a b tpot=5 1\n", "k\nk\n", "ann k\nbob k\n",
+        "", "# only\n", "a b c\n", "admin b 1000\n", "admin b 5x\n", "admin b secret-key x\n", "admin b 7letter\n",
+        "ann secret admin\n", "a b 1 2\n", "a b 1.5\n", "a b tpot=1 tpot=2\n", "a b tpot=0\n", "a b ttft=-1\n",
+        "a b 1tpot=5\n", "a b tpot=5 1\n", "k\nk\n", "ann k\nbob k\n",
     ],
 )  # fmt: skip
 def test_a_malformed_file_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
