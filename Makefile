@@ -19,10 +19,11 @@ CLIENTS_STAMP := .venv-clients/.installed
 CLUSTER_STAMP := .venv-cluster/.installed
 DOCS_STAMP := .venv-docs/.installed
 PAGE_STAMP := .venv-page/.installed
+LOWEST_STAMP := .venv-lowest/.installed
 PURE := $(wildcard $(foreach floor,core cost policy runtime sim,tests/*/test_$(floor)_*.py))
 
 .PHONY: setup demo test test-pure test-vllm test-vllm-quick test-clients test-cluster chaos check docs format clean \
-	packages images lint-deploy test-page test-monitoring
+	packages images lint-deploy test-page test-monitoring test-lowest
 .PHONY: $(VLLM_TESTS)
 
 setup: $(STAMP)
@@ -98,6 +99,17 @@ test-page: $(PAGE_STAMP)
 # Alerts and dashboards in a real Prometheus (Debian's package), which scrapes a dozen real processes under load.
 test-monitoring: $(STAMP)
 	$(BIN)/python -m pytest -rs tests/monitoring
+
+$(LOWEST_STAMP): pyproject.toml tools/lowest.py tools/setup_lowest.sh
+	PYTHON=$(PYTHON) tools/setup_lowest.sh
+	touch $(LOWEST_STAMP)
+
+# With the lowest versions that pyproject.toml allows. The three files that are left out compare with today's
+# transformers, or need diffusers. Old packages warn of each other's deprecations.
+test-lowest: $(LOWEST_STAMP)
+	OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest -n 2 --dist loadfile -W ignore::DeprecationWarning \
+		tests/unit tests/integration $(foreach name,unit/test_model_chat_template integration/test_tokenizer_view \
+		integration/test_extras,--ignore=tests/$(name).py)
 
 # More than a hundred faults in real processes, about ten minutes; its last result is committed.
 chaos: $(STAMP)
