@@ -119,6 +119,7 @@ def test_the_copies_always_fit_and_one_step_less_would_not_do(
         ("max_gap_s", 0.0, "max_gap must be above 0 seconds, not 0.0"),
         ("line_patience", 0.5, "line_patience must be between 1 and 1000, not 0.5"),
         ("line_patience", 1001, "line_patience must be between 1 and 1000, not 1001"),
+        ("rotation_share", 0.0, "rotation_share and prefill_share lie between 0 and 1"),
         ("rotation_share", 1.0, "rotation_share and prefill_share lie between 0 and 1"),
         ("prefill_share", 0.0, "rotation_share and prefill_share lie between 0 and 1"),
         ("prompt_share", 1.1, "prompt_share lies between 0 and 1"),

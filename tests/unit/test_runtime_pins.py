@@ -80,6 +80,31 @@ def test_the_blocks_of_the_last_request_are_saved_although_nothing_is_live() -> 
     driver.check_at_rest()
 
 
+def test_an_aborted_request_is_not_saved_and_the_next_one_of_its_session_is() -> None:
+    driver = make_driver()
+    one = turn(driver, [*PROMPT])
+    driver.step()
+    driver.loop.finish(one, FinishReason.ABORT, driver.tick())
+    assert not driver.loop.has_unfinished and not driver.loop.state.unsaved_pins
+    turn(driver, [*PROMPT])
+    driver.run()
+    assert len(driver.loop.state.backups.idle.pins) == 1
+
+
+def test_pins_end_as_the_loop_steps_on() -> None:
+    """If a slot costs a hundredth of a return per second."""
+    driver = make_driver()
+    turn(driver, [*PROMPT], "gone")
+    driver.run()
+    idle = driver.loop.state.backups.idle
+    [pin] = idle.pins
+    idle.price = 0.01
+    driver.now += 1000.0
+    turn(driver, [*range(30, 40)], "new")
+    driver.run()
+    assert pin not in idle.pins and len(idle.pins) == 1
+
+
 def test_what_two_sessions_share_is_saved_once() -> None:
     driver = make_driver()
     turn(driver, [*PROMPT], "a")
