@@ -54,15 +54,6 @@ def test_a_prefix_that_others_hold_costs_no_block_but_a_cached_one_does() -> Non
 # -- through a loop --------------------------------------------------------------------------------------------------
 
 
-def test_a_preempted_request_finds_its_own_prefix_again() -> None:
-    driver = Driver(make_loop(num_blocks=5, max_model_len=20))
-    driver.submit(range(8), max_tokens=5, ignore_eos=True)
-    driver.submit(range(8, 16), max_tokens=5, ignore_eos=True)
-    driver.run()
-    assert driver.loop.counters.preemptions["recompute"] == 1
-    assert driver.loop.counters.num_recomputed_tokens < 8
-
-
 def test_a_lower_priority_number_goes_first() -> None:
     driver = Driver(make_loop(max_num_seqs=1))
     for priority in (2, 0, 1):

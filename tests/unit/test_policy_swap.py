@@ -51,11 +51,6 @@ def test_kv_that_cannot_be_restored_is_not_copied_whatever_that_costs() -> None:
     assert swap.preempt(row, Reason.SLICE_ENDED) == (BY_COMPUTING, 0)
 
 
-def test_the_latency_of_the_link_counts() -> None:
-    assert budget(host(latency_s=0.01)).preempt(VICTIM, Reason.SLICE_ENDED)[0] == BY_COPY
-    assert budget(host(latency_s=0.02)).preempt(VICTIM, Reason.SLICE_ENDED)[0] == BY_COMPUTING
-
-
 def test_a_tier_is_quick_if_a_mean_residents_copy_is_with_its_latency() -> None:
     """Three blocks each: 4 ms a block by computing, so the latency may be 12 ms."""
     rows = [stream(number) for number in range(4)]

@@ -90,13 +90,6 @@ def test_admissions_fill_the_device_and_no_more() -> None:
     assert admitted.reason is Reason.PROMISED
 
 
-def test_slack_that_a_stream_has_saved_makes_its_claim_smaller() -> None:
-    view, row = line(), stream(1)
-    deadlines = Deadlines(view, NOW, settings_for("timely", **GOALS), 13)
-    claims = [deadlines.stand(in_time(row, slack_s))[3] for slack_s in (-0.3, 0.0, 1.0, 10.0)]
-    assert claims[0] == claims[1] > claims[2] > claims[3] > 0
-
-
 def test_the_slack_of_a_long_answer_is_for_a_third_of_the_mean_at_least() -> None:
     """40 tokens in the mean: 13 more are expected of one that has 400; each takes 20 ms, a block has 4 tokens."""
     deadlines = Deadlines(line(), NOW, settings_for("timely", **GOALS), 13)

@@ -130,17 +130,6 @@ def test_a_stop_from_outside_never_names_a_block_by_tokens_that_it_lacks() -> No
     assert driver.loop.state.ledger.num_cached == 0
 
 
-def test_blocks_of_an_ended_sequence_are_cached_as_far_as_tokens_are_known() -> None:
-    driver = make_driver(num_blocks=4, block_tokens=4, max_model_len=16)
-    seq_id = driver.submit([1, 2, 3, 4, 5], max_tokens=9, ignore_eos=True)
-    driver.plan()
-    driver.plan()
-    driver.loop.finish(seq_id, FinishReason.STOP, driver.now)
-    driver.complete()
-    driver.complete()
-    assert driver.loop.state.ledger.num_cached == 1
-
-
 def test_nothing_is_kept_of_finished_sequences() -> None:
     """This includes sequences that stopped with a step outstanding and another one planned."""
     driver = make_driver(num_blocks=40, max_num_seqs=40)

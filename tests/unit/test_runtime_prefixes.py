@@ -71,18 +71,6 @@ def test_a_prefix_evicted_from_the_device_is_fetched_from_swap_space() -> None:
     assert driver.loop.counters.num_recomputed_tokens == 0
 
 
-def test_what_is_saved_once_is_not_saved_again() -> None:
-    driver = make_driver()
-    saved(driver)
-    live_through(driver, range(30, 40))
-    driver.submit([60], max_tokens=3, ignore_eos=True)
-    [transfer] = plan(driver, save()).transfers
-    assert transfer.seq_id is None
-    assert len(transfer.blocks) == 2 + 1  # the other prompt, and what the newcomer added to its prefix
-    driver.settle()
-    driver.run()
-
-
 def test_repeated_orders_save_all_blocks_at_risk_and_keep_their_order() -> None:
     driver = make_driver()
     live_through(driver)
@@ -169,17 +157,6 @@ def test_a_fetch_that_failed_is_computed_and_not_tried_for_ever() -> None:
     driver.run()
     assert driver.loop.counters.num_failed_transfers == 1
     assert driver.loop.counters.num_cached_tokens == 0
-
-
-@pytest.mark.parametrize("ok", [True, False])
-def test_a_request_aborted_during_its_fetch_leaves_nothing_behind(ok: bool) -> None:
-    driver = make_driver()
-    newcomer = saved(driver)
-    plan(driver, fetch(newcomer))
-    driver.loop.finish(newcomer, FinishReason.ABORT, driver.now)
-    driver.settle(ok=ok)
-    driver.run()
-    assert num_idle(driver) == (2 if ok else 0)
 
 
 def test_need_takes_the_slots_of_the_prefix_that_was_used_least_recently() -> None:

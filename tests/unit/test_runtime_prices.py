@@ -139,11 +139,6 @@ def test_copies_beside_steps_do_not_change_what_a_token_takes_without_load() -> 
     assert prices.now.lone_step_s > 0.013
 
 
-def test_without_copies_both_prices_of_a_lone_step_are_equal() -> None:
-    prices = learned(*[(plan(count), 0.01 + 0.001 * count) for count in (1, 20, 5, 12)])
-    assert prices.unloaded_step_s == prices.lone_step_s > 0
-
-
 def test_a_step_without_copies_has_no_price_before_there_was_one() -> None:
     prices = StepPrices()
     prices.learn(4, 0, 0.02, has_copies=True)

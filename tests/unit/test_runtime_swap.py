@@ -113,19 +113,6 @@ def test_a_failed_swap_in_recomputes_and_is_not_tried_for_ever() -> None:
     assert driver.loop.counters.num_failed_transfers == 1
 
 
-def test_a_failed_backup_is_forgotten_and_written_again() -> None:
-    driver = make_driver()
-    seq_id = start(driver)
-    plan(driver, back_up(seq_id, 1))
-    driver.settle(ok=False)
-    assert driver.seq(seq_id).backups == []
-    assert [len(t.blocks) for t in plan(driver, swap_out(seq_id)).transfers] == [3]
-    driver.settle()
-    driver.evict_everything()
-    plan(driver, resume(seq_id))
-    driver.run()
-
-
 def test_resuming_before_the_copy_out_arrived_uses_only_what_is_whole() -> None:
     driver = make_driver(num_blocks=4, max_model_len=16)
     seq_id = start(driver, range(6), 8)
