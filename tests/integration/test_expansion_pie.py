@@ -11,18 +11,18 @@ import pytest
 
 from benchmarks.expansion.pie_layers import PieLayers, TwoWayLine, move_whole_layers
 from floodplain import SamplingParams
-from floodplain.core.request import Request, SeqId
+from floodplain.core.request import Request
 from floodplain.core.tiers import Direction
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
-from floodplain.engine.outputs import EngineStats
 from floodplain.engine.shell import Engine
 from floodplain.memory.host.layer_line import open_layer_line
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.layer_line import LayerLine
 from tests.support.calm import run_calmly
+from tests.support.driven import Driven
 from tests.support.layer_lines import OrderedLine
-from tests.support.parity import Reference, judge
+from tests.support.parity import Reference
 from tests.support.shared_prompts import make_requests
 
 pytestmark = pytest.mark.slow
@@ -85,14 +85,6 @@ def moving(
         engine.close()
 
 
-def drive(engine: Engine, requests: list[Request]) -> tuple[list[list[int]], EngineStats]:
-    outputs: dict[SeqId, list[int]] = {engine.add(request): [] for request in requests}
-    while engine.has_unfinished:
-        for seq_id, delta in engine.step():
-            outputs[seq_id] += delta.token_ids
-    return list(outputs.values()), engine.stats()
-
-
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
     return make_requests(10, 12, GREEDY, most_tokens=99, shared_tokens=32)
@@ -108,9 +100,9 @@ def test_tokens_are_those_of_a_resident_engine(
     expansion: str, open_line: OpenLine, requests: list[Request], expected: list[Reference]
 ) -> None:
     with moving(open_line, expansion) as engine:
-        outputs, stats = drive(engine, requests)
-    assert judge(expected, outputs).is_equal
-    moved = stats.expansion
+        run = Driven(engine)
+        moved = run.drive(requests).expansion
+    assert run.verdict(expected).is_equal
     assert moved.loaded_bytes > 0.8 * moved.written_bytes > 0
     assert moved.expansion > 1
 
@@ -123,10 +115,10 @@ def test_over_a_slow_link_compute_waits_for_both_directions(
         assert engine.expansion is not None
         engine.expansion.slots.line.pace(LINK_BYTES_S)
         begin_s = engine.clock()
-        outputs, stats = drive(engine, requests)
+        run = Driven(engine)
+        moved = run.drive(requests).expansion
         duration_s = engine.clock() - begin_s
-    assert judge(expected, outputs).is_equal
-    moved = stats.expansion
+    assert run.verdict(expected).is_equal
     link_bytes = moved.loaded_bytes + moved.written_bytes if is_shared else max(moved.loaded_bytes, moved.written_bytes)
     assert duration_s >= 0.9 * link_bytes / LINK_BYTES_S
     assert moved.stall_s > 0
@@ -141,5 +133,6 @@ def test_control_what_is_not_copied_whole_and_in_time_shows(
         if fault == "forgetful":
             slots: Any = engine.expansion.slots
             slots.__class__ = Forgetful
-        outputs, _ = drive(engine, requests)
-    assert not judge(expected, outputs).is_equal
+        run = Driven(engine)
+        run.drive(requests)
+    assert not run.verdict(expected).is_equal
