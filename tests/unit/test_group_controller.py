@@ -229,7 +229,13 @@ REQUEST, NUM_LOADED = 7, 3
 
 def membership_with_engine() -> tuple[Membership, Any]:
     """A membership over an engine that is only a ledger; functions posted to it run at once."""
-    state = SimpleNamespace(ledger=BlockLedger(16, 16), sequences={}, num_incoming_blocks=0)
+    state = SimpleNamespace(
+        ledger=BlockLedger(16, 16),
+        sequences={},
+        running={},
+        config=SimpleNamespace(max_num_seqs=1),
+        num_incoming_blocks=0,
+    )
     engine: Any = SimpleNamespace(loop=SimpleNamespace(state=state), clock=lambda: 0.0)
 
     def post(function: Callable[[Any], object]) -> None:
