@@ -84,8 +84,7 @@ def adopt(loop: Loop, seq_id: SeqId, blocks: Seq[BlockId], num_computed: int, no
     """
     state = loop.state
     seq = state.sequences.get(seq_id)
-    is_full = len(state.running) >= state.config.max_num_seqs
-    if not blocks or seq is None or seq.status is not Status.WAITING or is_full:
+    if not blocks or seq is None or seq.status is not Status.WAITING or len(state.running) >= state.config.max_num_seqs:
         state.ledger.free(blocks)
         return False
     if not 0 < num_computed < len(seq.tokens) or len(blocks) != -(-num_computed // state.ledger.block_tokens):
