@@ -58,6 +58,7 @@ def test_a_value_out_of_range_is_refused_in_one_line_that_names_the_flag(flags: 
 
 def test_values_at_their_bounds_are_taken() -> None:
     CoordinatorConfig(ttl=1.0, max_leases=1, forget_after=1.0, max_connections=8, keep_alive_timeout=1.0)
+    CoordinatorConfig(least_lease=2**20, max_borrowed=2**20)
     decade_s = 10 * 365 * 86400.0
     CoordinatorConfig(
         ttl=3600.0, max_leases=8192, forget_after=decade_s, max_connections=2**20, keep_alive_timeout=86400.0

@@ -73,7 +73,7 @@ def test_a_file_that_others_may_open_is_refused(tmp_path: Path) -> None:
     [
         "", "# only\n", "a b c\n", "admin b 1000\n", "admin b 5x\n", "admin b secret-key x\n", "admin b 7letter\n",
         "ann secret admin\n", "a b 1 2\n", "a b 1.5\n", "a b tpot=1 tpot=2\n", "a b tpot=0\n", "a b ttft=-1\n",
-        "a b 1tpot=5\n", "a b tpot=5 1\n", "k\nk\n", "ann k\nbob k\n",
+        "a b 1tpot=5\n", "a b tpot=5 1\n", "k\nk\n", "ann k\nbob k\n", "owner ops secret-of-ops\n",
     ],
 )  # fmt: skip
 def test_a_malformed_file_is_refused_in_one_line(text: str, tmp_path: Path) -> None:

@@ -278,6 +278,13 @@ def test_a_tensor_that_is_not_computed_is_named(tmp_path: Path, name: str, tenso
     assert reason in refused
 
 
+def test_of_several_tensors_one_is_named_and_the_others_are_counted(tmp_path: Path) -> None:
+    for num, words in ((1, "x0.weight'"), (3, "x0.weight' and 2 more")):
+        extra: dict[str, torch.Tensor | None] = {f"x{i}.weight": torch.ones(1) for i in range(num)}
+        refused = refusal(folder_of(tmp_path, extra))
+        assert words in refused and (" more" in refused) == (num > 1)
+
+
 def test_names_of_any_length_and_letters_are_one_short_line(tmp_path: Path) -> None:
     hostile = "a\n\x1b[31m" + "b" * 5000
     for folder in (
