@@ -37,8 +37,9 @@ RIGHT: list[tuple[Any, list[int]]] = [
     (SUBMIT, [5, 6, 7]), (ADOPT, [5, 6, 7]), (GO_ON, [5, 6, 7]), (DROP, [0, 1, 4, 5, 6]),
     (FETCH, [4, 5, 6, 4, 5, 6]), (COLLECT, [4, 5, 6]), (Fill(EPOCH, 1, ADDRESSES), []),
     (Move(EPOCH, 1, 2), [0, 1, 2, 3, 9]), (Return(EPOCH, 1), [0, 2]), (PullKv(EPOCH, 1, ADDRESS, SECRET), [0, 2]),
-    (FORM, []),
+    (FORM, []), (FETCH, [4, 5, 6, 4, -2, -1]),
 ]  # fmt: skip
+"""A negative source of a copy is a slot of swap space."""
 WRONG_FIELDS: list[tuple[Any, dict[str, Any]]] = [
     (SUBMIT, {"num_prompt": 0}),
     (SUBMIT, {"num_prompt": 4}),
@@ -80,10 +81,6 @@ def test_an_order_that_fits_passes_and_none_with_a_negative_integer(order: Any, 
     if integers:
         with pytest.raises(WireError, match="below zero"):
             check(order, [-1, *integers[1:]])
-
-
-def test_a_copy_comes_from_slots_which_are_below_zero() -> None:
-    check(FETCH, [4, 5, 6, 4, -2, -1])
 
 
 @pytest.mark.parametrize(("order", "wrong"), WRONG_FIELDS, ids=lambda each: str(each)[:40])

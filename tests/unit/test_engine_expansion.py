@@ -85,14 +85,6 @@ def _distance(places: LayerPlaces, expansion: float) -> float:
 
 
 @pytest.mark.parametrize(
-    ("expansion", "places"),
-    [(1.5, (30, 13, 3)), (4.3, (30, 26, 3)), (10, (30, 30, 3)), (15, (30, 30, 2))],
-)
-def test_places_for_some_requested_expansions(expansion: float, places: tuple[int, int, int]) -> None:
-    assert place_for(expansion, 30) == LayerPlaces(*places)
-
-
-@pytest.mark.parametrize(
     ("kwargs", "message"),
     [
         (
