@@ -89,6 +89,7 @@ def whole(**values: Any) -> dict[str, Any]:
         (change("servers", 0, count=2**18), "a cluster has at most 262144 GPUs"),
         (change("servers", 1, domain=3), "servers[1]: domain must be text"),
         (change("models", 0, name="idle"), "models: there are two of idle"),
+        (change("models", 0, count=2**18), "a cluster has at most 262144 GPUs, and there are more units of models"),
         (change("models", 0, needs="1GB"), "models[0]: llama-8b lends or needs memory, not both"),
         (change("models", 0, lends="90GB"), "llama-8b lends 90000000000 bytes of a GPU, and none has more than"),
         (change("models", 0, tp=2), "models[0]: unknown key 'tp'; there are name, count, tensor_parallel"),
@@ -143,7 +144,8 @@ def test_spots_that_no_unit_can_have_are_left_out(tmp_path: Path) -> None:
         ({"version": 2}, "is no placement of version 1"),
         ({"kind": "x"}, "is no placement of version 1"),
         ({"servers": 3}, "is no placement as floodplain place writes it"),
-        ({"servers": [{"name": "h100-0", "units": [{**IDLE, "gpus": []}]}]}, "on none"),
+        ({"servers": [{"name": "h100-0", "units": [{**IDLE, "gpus": []}]}]}, "one GPU, or one is on none"),
+        ({"servers": [{"name": "h100-0", "units": [{**IDLE, "gpus": [0, -1]}]}]}, "one is on none"),
         ({"servers": [{"name": "h100-0", "units": [IDLE, {**IDLE, "instance": 1}]}]}, "two units are on one GPU"),
     ],
 )  # fmt: skip
