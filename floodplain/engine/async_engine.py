@@ -148,9 +148,9 @@ class AsyncEngine:
     ) -> AsyncGenerator[OutputDelta, None]:
         """Stream one request. Closing the iterator aborts it: its blocks are free within one step.
 
-        ``on_added`` is called on the engine's thread before a step can schedule the request, then ``on_accepted`` on
-        the event loop. Raises RequestRefused, QueueFull, or ShuttingDown while it drains; UserError if the request's
-        structure cannot be followed.
+        ``on_added``, for a request with KV, is called on the engine's thread before a step can schedule the request,
+        and before functions that are posted later; then ``on_accepted`` on the event loop. Raises RequestRefused,
+        QueueFull, or ShuttingDown while it drains; UserError if the request's structure cannot be followed.
         """
         if self._loop is None or self.failure is not None or self._is_closing:
             raise RuntimeError("the engine is not running") from self.failure
@@ -159,7 +159,7 @@ class AsyncEngine:
         caller = Caller(request, self._loop.create_future(), on_added)
         self._callers.add(caller)
         try:
-            if request.params.structure is not None:  # a large one takes seconds, and no step shall wait for it
+            if request.params.structure is not None and on_added is None:  # a large one takes seconds: no step waits
                 check = partial(self.engine.grammars.check, request.params.structure)
                 await self._loop.run_in_executor(self._compiling, check)
             self._inbox.put(lambda: self._submit(caller))

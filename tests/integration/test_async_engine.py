@@ -120,6 +120,31 @@ async def test_requests_go_on_while_a_structure_is_compiled(monkeypatch: pytest.
         assert "".join(delta.text for delta in await structured) in ("going on", "gone on")
 
 
+async def test_a_request_with_kv_is_added_before_what_is_posted_while_its_structure_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order, is_over, grammar_of = [], asyncio.Event(), structure_module._grammar
+    loop = asyncio.get_running_loop()
+
+    async with running() as engine:
+
+        def note(_: object) -> None:
+            order.append("posted")
+            loop.call_soon_threadsafe(is_over.set)
+
+        def posting_grammar_of(structure: Structure) -> str:
+            engine.post(note)
+            return grammar_of(structure)
+
+        monkeypatch.setattr(structure_module, "_grammar", posting_grammar_of)
+        structure = Structure(StructureKind.REGEX, "(came|come) back")  # in no other test: it is compiled here
+        request = request_of(SamplingParams(temperature=0.0, structure=structure))
+        async for _ in engine.generate(request, on_added=lambda *_: order.append("added")):
+            pass
+        await is_over.wait()
+    assert order == ["added", "posted"]
+
+
 async def test_a_structure_that_cannot_be_followed_is_refused() -> None:
     async with running() as engine:
         with pytest.raises(UserError, match="its regex cannot be followed"):
