@@ -8,8 +8,7 @@ from typing import Any
 
 from floodplain.bench.flags import BenchConfig, ServerUnderTest
 from floodplain.cli.options import add_verb, dataclass_from
-from floodplain.core.errors import UserError
-from floodplain.engine.config import EngineConfig, check_early
+from floodplain.engine.config import EngineConfig, check_early, expect_no_keys
 from floodplain.files.extras import require
 from floodplain.files.results import check_writable
 from floodplain.observe.terminal import complain, say
@@ -46,10 +45,7 @@ def _bench(args: argparse.Namespace, bench: BenchConfig) -> dict[str, Any]:
     spec = dataclass_from(args, WorkloadSpec)
     if args.verb == "bench offline":
         engine = dataclass_from(args, EngineConfig)
-        if engine.fair_by == "key":
-            raise UserError(
-                "--fair-by key needs clients with keys, and bench offline has none: use serve --api-key-file"
-            )
+        expect_no_keys(engine, args.verb)
         check_early(engine)
 
         from floodplain.bench.run import bench_offline

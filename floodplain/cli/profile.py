@@ -11,7 +11,7 @@ from floodplain.cli import profile_media
 from floodplain.cli.options import add_verb, dataclass_from
 from floodplain.core.errors import UserError
 from floodplain.core.flags import flag
-from floodplain.engine.config import EngineConfig, check_early, check_sizes
+from floodplain.engine.config import EngineConfig, check_early, check_sizes, expect_no_keys
 from floodplain.files.extras import require
 from floodplain.files.profile import Profile, read_profile
 from floodplain.files.results import PLOT_HELP, check_picture, check_writable
@@ -56,6 +56,7 @@ def _run_llm(args: argparse.Namespace) -> int:
     config, engine = dataclass_from(args, LlmProfileConfig), dataclass_from(args, EngineConfig)
     spec = dataclass_from(args, WorkloadSpec)
     config.check_engine(engine)
+    expect_no_keys(engine, args.verb)
     check_load(spec)
     if config.out is not None:
         check_writable(config.out, "--out", config.steps, spec.trace)
@@ -76,6 +77,7 @@ def _run_swap(args: argparse.Namespace) -> int:
     config, engine = dataclass_from(args, SwapProfileConfig), dataclass_from(args, EngineConfig)
     spec = dataclass_from(args, WorkloadSpec)
     config.check_engine(engine)
+    expect_no_keys(engine, args.verb)
     config.check_load(spec)
     check_sizes(engine)
     if config.out is not None:
@@ -89,6 +91,7 @@ def _run_swap(args: argparse.Namespace) -> int:
 
 def _run_step(args: argparse.Namespace) -> int:
     config, engine = dataclass_from(args, StepProfileConfig), dataclass_from(args, EngineConfig)
+    expect_no_keys(engine, args.verb)
     check_writable(config.out)
     check_early(engine)
 

@@ -345,6 +345,12 @@ def check_sizes(config: EngineConfig) -> None:
             raise UserError(f"{name} {format_size(size)} is less than one KV block of {least}: raise it")
 
 
+def expect_no_keys(config: EngineConfig, command: str) -> None:
+    """Raise UserError if fairness is by API key: ``command`` has no clients with keys."""
+    if config.fair_by == "key":
+        raise UserError(f"--fair-by key needs clients with keys, and {command} has none: use serve --api-key-file")
+
+
 def _asked_sizes(config: EngineConfig) -> dict[str, int]:
     sizes = {"--kv-memory": config.kv_memory, "--swap-memory": config.swap_memory}
     return {name: size for name, size in sizes.items() if size is not None}

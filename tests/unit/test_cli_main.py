@@ -77,7 +77,30 @@ def test_a_verb_learns_what_was_typed(toy_verb: list[types.SimpleNamespace]) -> 
         (["serve", "m", "--host", "0.0.0.0"], "--host 0.0.0.0 lets other machines in: give --api-key-file"),
         (["serve", "m", "--api-key-file", "/nonexistent"], "cannot read the API key file /nonexistent"),
         (["serve", "m", "--fair-by", "key"], "--fair-by key needs --api-key-file"),
-        (["bench", "offline", "m", "--fair-by", "key"], "--fair-by key needs clients with keys"),
+        (["bench", "offline", "m", "--fair-by", "key"], "--fair-by key needs clients with keys, and bench offline has"),
+        (["profile", "llm", "m", "--fair-by", "key"], "--fair-by key needs clients with keys, and profile llm has"),
+        (
+            [
+                "profile",
+                "swap",
+                "m",
+                "--fair-by",
+                "key",
+                "--policy",
+                "fair",
+                "--step-line",
+                "1",
+                "1",
+                "1",
+                "--kv-memory",
+                "1GiB",
+            ],
+            "--fair-by key needs clients with keys, and profile swap has",
+        ),
+        (
+            ["profile", "step", "m", "--fair-by", "key", "--out", "s.json"],
+            "--fair-by key needs clients with keys, and profile step has",
+        ),
     ],
 )
 def test_bad_usage_is_status_2_and_one_line(
