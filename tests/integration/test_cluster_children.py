@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,16 +18,22 @@ from floodplain.cluster.launch.launcher import MAX_FAILED_STARTS, Launcher
 from floodplain.cluster.launch.parent import read_token
 from floodplain.cluster.launch.processes import Ending, LocalProcesses
 from floodplain.cluster.router.engine import ClusterEngine
+from floodplain.cluster.router.monitor import Notice
+from floodplain.cluster.router.routes import extend_with
 from floodplain.cluster.settings import ClusterConfig
 from floodplain.core.errors import InvariantError, QueueFull, ServiceLost, UserError
 from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine.config import EngineConfig
+from floodplain.server.app import create_app
+from floodplain.server.settings import ServerConfig
 from floodplain.web.address import bind
 from tests.support.cluster_peers import until
+from tests.support.fake_server import Asked, serving, whole
 from tests.support.process_tree import is_alive
 from tests.support.waiting import HANG_S, wait_until
 
+MODEL = "dummy:tiny-llama"
 CHILD = """
 import os, sys, threading
 from floodplain.cluster.launch.parent import read_token
@@ -187,7 +194,7 @@ class EndingProcesses(FakeProcesses):
 
 
 def cluster(processes: FakeProcesses) -> ClusterEngine:
-    config = EngineConfig(model="dummy:tiny-llama")
+    config = EngineConfig(model=MODEL)
     return ClusterEngine(config, ClusterConfig(instances=processes.num_slots), bind("127.0.0.1", 0), processes)
 
 
@@ -203,6 +210,22 @@ async def test_a_router_whose_instance_does_not_start_ends_with_one_line(
     assert isinstance(engine.failure, UserError) and not engine.can_serve
     assert (str(engine.failure), processes.num_runs) == ("instance 0 did not start: no such model", num_runs)
     await engine.close()
+
+
+async def test_an_autoscaler_gets_the_name_under_which_the_model_is_served() -> None:
+    got: list[Any] = []
+
+    async def take(asked: Asked) -> None:
+        got.append(asked.json()["model"])
+        await asked.say(whole(200, b""))
+
+    async with serving(take) as url:
+        flags = ClusterConfig(instances=2, relief="drop", autoscale_webhook=url)
+        engine = ClusterEngine(EngineConfig(model=MODEL), flags, bind("127.0.0.1", 0), FakeProcesses(2))
+        create_app(engine, config=ServerConfig(served_model_name=("shown", "other")), extend=extend_with(engine))
+        engine._note_overload(Notice(missing_blocks=1, blocks=2, waiting_requests=3, short_s=4.0, grouped=False))
+        await engine.close()
+    assert got == ["shown"]
 
 
 async def test_requests_without_a_seed_get_different_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,7 @@ class ClusterEngine:
     ) -> None:
         is_pipeline, relief, url = cluster_config.pipeline, cluster_config.relief, cluster_config.autoscale_webhook
         self._sock, self._max_waiting, self.model_name = sock, config.max_waiting, config.model
+        self.served_name = config.model  # in notices to an autoscaler; the server may set another one
         source = open_model(config.model, config.seed)
         if is_pipeline:
             cut_model(config, source.config.shape, processes.num_slots)
@@ -207,7 +208,7 @@ class ClusterEngine:
 
     def _note_overload(self, notice: Notice) -> None:
         if self._webhook is not None:
-            self._webhook.post({"event": "overload", "model": self.model_name, **asdict(notice)})
+            self._webhook.post({"event": "overload", "model": self.served_name, **asdict(notice)})
 
     def _note_first(self, request: Request, lifecycle: Lifecycle) -> None:
         for callback in self._first_subscribers:

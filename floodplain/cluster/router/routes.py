@@ -156,9 +156,13 @@ def _expect_migrations(router: Router) -> MigrationController:
 
 
 def extend_with(engine: ClusterEngine) -> Extension:
-    """Adds metrics of each instance, ``/instances``, and the routes of groups and migrations."""
+    """Adds metrics of each instance, ``/instances``, and the routes of groups and migrations.
+
+    ``engine`` gets the name under which the server serves its model.
+    """
 
     def extend(app: FastAPI, registry: CollectorRegistry, model_name: str) -> None:
+        engine.served_name = model_name
         registry.register(ClusterMetrics(model_name, engine.router))
         routes = APIRouter(route_class=OperatorRoute)
 
