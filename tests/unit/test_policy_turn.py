@@ -153,6 +153,11 @@ def test_while_prices_are_unknown_a_constant_must_do() -> None:
         assert prefill_cap(make_view(prices=prices), 0.5) == UNPRICED_PREFILL
 
 
+def test_with_no_stream_in_the_step_prompts_get_everything() -> None:
+    assert TokenBudget(make_view(prompt(0), prices=PRICES), 0.5).prefill_for(1000) == 64
+    assert TokenBudget(make_view(prompt(0), stream(1), prices=PRICES), 0.5).prefill_for(1000) == 20
+
+
 def test_streams_keep_their_tokens_when_the_step_is_small() -> None:
     view = make_view(*(stream(number) for number in range(6)), prompt(6), max_batched_tokens=8)
     budget = TokenBudget(view, 0.5)

@@ -292,6 +292,24 @@ def test_backups_of_blocks_to_recompute_do_not_count_for_resident_blocks() -> No
     driver.run()
 
 
+def test_a_view_counts_what_a_resumption_of_an_absent_sequence_copies() -> None:
+    driver = make_driver()
+    seq_id = start(driver)
+    driver.step()
+    plan(driver, swap_out(seq_id))
+    driver.settle()
+
+    def backed() -> int:
+        driver.submit([60], max_tokens=1, ignore_eos=True)
+        driver.step()
+        [row] = driver.loop.policy.views[-1].swapped  # type: ignore[attr-defined]
+        return row.num_backed_blocks
+
+    assert backed() == 1  # its tail: its two full blocks are cached on the device
+    driver.evict_everything()
+    assert backed() == 3
+
+
 def test_full_blocks_of_a_loading_sequence_are_backed_up_already() -> None:
     """Otherwise a policy would reserve slots twice for a request that is preempted again."""
     driver = make_driver()
