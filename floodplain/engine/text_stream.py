@@ -33,7 +33,7 @@ class TextStream:
     ) -> OutputDelta:
         """The delta of the next token. ``reason``: why the step loop ends the request with it; None if it does not.
 
-        A stop string ends the request, too. The step loop does not see it: the caller has to tell it.
+        A stop string ends the request, too. The step loop does not see it: then the caller ends the request there.
         """
         text = self._decoder.flush() if reason is FinishReason.STOP else self._decoder.push(token)
         if reason is FinishReason.LENGTH:

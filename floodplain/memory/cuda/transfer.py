@@ -49,7 +49,7 @@ class PinnedWire:
 
 
 class PeerWire:
-    """A ``Wire`` to neighbours' memory, kept in place by ``Slots.use``, by the driver: torch makes a context there."""
+    """A ``Wire`` to neighbours' memory, kept in place by ``Slots.use``. torch is not used: it would make a context."""
 
     def __init__(self, slots: PeerSlots, driver: CudaDriver) -> None:
         self._slots = slots
