@@ -82,7 +82,8 @@ class LeaseTotals:
 class VirtualCoordinator:
     """A lease book that survives in the rows of a store, and the agents that send it messages.
 
-    ``ttl_s``: seconds of silence after which a member is considered dead.
+    ``ttl_s``: seconds of silence after which a member is considered dead. ``may_borrow_from``: the lenders of each
+    borrower; None if all may borrow from all.
 
     Attributes:
         agents: Of living members, by name.

@@ -1,4 +1,4 @@
-"""A coordinator in virtual time without heartbeats that say nothing: 90 million of 1,000 GPUs in a day."""
+"""A coordinator in virtual time without heartbeats that change nothing: 90 million of 1,000 GPUs in a day."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class QuietCoordinator(VirtualCoordinator):
         self._arrange_tick()
 
     def lose(self, name: str) -> None:
-        """Hear no more of a member; its last heartbeat has just come."""
+        """Receive no more messages of a member; its last heartbeat was received just now."""
         if self.is_up:
             self.book.handle_all(self._heartbeats([name]), self.environment.now)
         super().lose(name)
@@ -62,7 +62,7 @@ class QuietCoordinator(VirtualCoordinator):
         self._arrange_tick()
 
     def arrange_beat(self, agent: VirtualAgent) -> None:
-        """Have an agent that has not joined try again; others begin an exchange when there is something to say."""
+        """Have an agent that has not joined try again; others begin an exchange when they have a message."""
         if agent.membership.pending():
             self._waiting.add(agent.membership.name)
         else:
