@@ -80,21 +80,7 @@ def test_a_verb_learns_what_was_typed(toy_verb: list[types.SimpleNamespace]) -> 
         (["bench", "offline", "m", "--fair-by", "key"], "--fair-by key needs clients with keys, and bench offline has"),
         (["profile", "llm", "m", "--fair-by", "key"], "--fair-by key needs clients with keys, and profile llm has"),
         (
-            [
-                "profile",
-                "swap",
-                "m",
-                "--fair-by",
-                "key",
-                "--policy",
-                "fair",
-                "--step-line",
-                "1",
-                "1",
-                "1",
-                "--kv-memory",
-                "1GiB",
-            ],
+            ["profile", "swap", "m", "--fair-by=key", "--step-line", "1", "1", "1", "--kv-memory=1GiB"],
             "--fair-by key needs clients with keys, and profile swap has",
         ),
         (
