@@ -127,7 +127,7 @@ class CoordinatorClient:
                 if status == 200:
                     return _read(text)
                 problem = f"{_shown(self._urls[0])} answers {status}: {_message_of(text)}"
-                if status == 404:  # a coordinator has all of these paths
+                if status == 404 and method != "DELETE":  # a coordinator has all of these paths, but for names with /
                     raise NotACoordinator(_one_line(f"{_NONE}: {problem}"))
                 if status < 500 and status != 429:
                     raise UserError(_one_line(problem))

@@ -232,6 +232,13 @@ def test_a_server_without_the_paths_of_a_coordinator_is_none() -> None:
         client.list_leases()
 
 
+def test_a_name_that_is_no_path_says_nothing_about_the_coordinator() -> None:
+    with answering(answer(b"{}", 404)) as peer, closing(CoordinatorClient(peer.url)) as client:
+        with pytest.raises(UserError, match=r"^http://.* answers 404: ") as caught:
+            client.forget("a/b")
+        assert not isinstance(caught.value, NotACoordinator)
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"error": 1}', b'{"error": {}}', b"[" * 100_000, b"\xff"])
 def test_a_refusal_without_a_reason_is_one_all_the_same(body: bytes) -> None:
     with (
