@@ -1,12 +1,13 @@
-"""Hints for mistyped words, and for flags that people know from other servers (vLLM, SGLang, llama.cpp)."""
+"""Hints for mistyped flags, and for flags that people know from other servers (vLLM, SGLang, llama.cpp)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
-SIMILARITY, FLAG_SIMILARITY, TYPO_SIMILARITY = 0.5, 0.6, 0.8
-"""Least similarity of a likely word; of a likely flag; and where another hint follows, of a likely slip."""
+from floodplain.files.similar import nearest
+
+FLAG_SIMILARITY = 0.6
+"""Least similarity of a likely flag."""
 
 _DEVICE = "an engine computes on one device; --instances N --pipeline divides the layers of a model among N engines"
 _KV = "the memory of the KV pool is --kv-memory SIZE, by default 90% of what is free on a GPU"
@@ -97,21 +98,6 @@ OTHER_FLAGS = {
     "-tp": _DEVICE,
 }
 """What to write instead of another server's flag of an engine."""
-
-
-def nearest(word: str, known: Iterable[str], similarity: float = SIMILARITY) -> str | None:
-    """The known word that a mistyped one stands for: with the same letters, else the most similar; None: none is."""
-    import difflib  # which few commands need
-
-    names = list(known)
-    same = [name for name in names if sorted(name) == sorted(word)]
-    return next(iter(same or difflib.get_close_matches(word, names, 1, similarity)), None)
-
-
-def did_you_mean(word: str, known: Iterable[str], similarity: float = SIMILARITY) -> str:
-    """The same as the end of a message; empty if no known word is similar."""
-    near = nearest(word, known, similarity)
-    return f" (did you mean {near}?)" if near else ""
 
 
 def hint_for(flag: str, known: set[str]) -> str:

@@ -10,12 +10,12 @@ from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 from floodplain import __version__
-from floodplain.cli.hints import TYPO_SIMILARITY, did_you_mean
 from floodplain.cli.options import Parser, resolve
 from floodplain.cli.sources import check_variables, name_sources
 from floodplain.core.errors import ServiceLost, UserError, WriteFailed
 from floodplain.files.extras import missing
 from floodplain.files.results import open_standard_streams
+from floodplain.files.similar import TYPO_SIMILARITY, did_you_mean
 from floodplain.observe.terminal import complain, say, start_logging
 
 VERBS = {

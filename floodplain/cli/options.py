@@ -16,10 +16,11 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from floodplain.cli.hints import TYPO_SIMILARITY, did_you_mean, hint_for, is_bundled
+from floodplain.cli.hints import hint_for, is_bundled
 from floodplain.cli.sources import Source, dest_of, read_config_file, variable_of
 from floodplain.core.errors import SettingRefused, UserError, flag_name
 from floodplain.core.sizes import format_size, parse_size
+from floodplain.files.similar import TYPO_SIMILARITY, did_you_mean
 
 C = TypeVar("C")
 

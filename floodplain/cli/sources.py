@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from floodplain.cli.hints import nearest
 from floodplain.core.errors import UserError
+from floodplain.files.similar import nearest
 from floodplain.files.yaml_file import read_yaml_mapping
 
 PREFIX = "FLOODPLAIN_"

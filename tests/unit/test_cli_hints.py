@@ -9,8 +9,9 @@ import sys
 import pytest
 
 from floodplain import __version__
-from floodplain.cli.hints import OTHER_FLAGS, nearest
+from floodplain.cli.hints import OTHER_FLAGS
 from floodplain.cli.main import VERBS, _build, _verbs_of
+from floodplain.files.similar import nearest
 from tests.support.refusals import Refuse
 
 SERVE = set(_verbs_of(_build(["serve"]))["serve"]._option_string_actions)
