@@ -18,12 +18,13 @@ from floodplain.core.sizes import parse_size
 from floodplain.cost.devices import DEVICES, Device, device_named
 from floodplain.cost.link import LINKS
 from floodplain.cost.model_shape import SHAPES, ModelShape, shape_named
+from floodplain.files.similar import TYPO_SIMILARITY, did_you_mean
 from floodplain.files.yaml_file import read_yaml_mapping
 from floodplain.leases.states import NAME
 from floodplain.policy.drop import MOST_STAGES, DropTimingSettings
 from floodplain.policy.registry import DEFAULT_POLICY, POLICIES
 from floodplain.policy.settings import FAIR_BY, SharingSettings, settings_for
-from floodplain.sim.sets import states_key, with_value
+from floodplain.sim.sets import is_set, states_key, with_value
 from floodplain.workload.spec import WorkloadSpec
 
 MAX_BYTES, MAX_DEPTH = 2**20, 6
@@ -308,10 +309,18 @@ def read_scenario(path: Path | None, sets: Sequence[str] = (), defaults: Sequenc
 
     ``defaults`` are for keys that are not in the file. UserError, with the key's path, if the scenario is not valid.
     """
-    content = {} if path is None else read_yaml_mapping(path, MAX_BYTES, MAX_DEPTH, "scenario")
-    for text in (*(each for each in defaults if not states_key(content, each)), *sets):
+    written = {} if path is None else read_yaml_mapping(path, MAX_BYTES, MAX_DEPTH, "scenario")
+    content = written
+    for text in (*(each for each in defaults if not states_key(written, each)), *sets):
         content = with_value(content, text, MAX_DEPTH)
-    return make_scenario(content, "scenario" if path is None else str(path), Path() if path is None else path.parent)
+    source, folder = ("scenario", Path()) if path is None else (str(path), path.parent)
+    try:
+        return make_scenario(content, source, folder)
+    except UserError as error:
+        problem = str(error).removeprefix(f"{source}: ")
+        if is_set(problem.partition(":")[0], written, sets):
+            raise UserError(f"--set {problem}") from None
+        raise
 
 
 def make_scenario(content: Mapping[str, Any], source: str, folder: Path) -> Scenario:
@@ -427,7 +436,7 @@ def _check_names(path: str, names: Sequence[str], known: Sequence[str]) -> None:
 def _read_workload(content: Mapping[str, Any], folder: Path, path: str) -> WorkloadSpec:
     known = [item.name for item in fields(WorkloadSpec)]
     if unknown := [key for key in content if key not in known]:
-        raise UserError(f"{path}.{unknown[0]}: there is no such key; there are {', '.join(known)}")
+        raise UserError(f"{path}.{unknown[0]}: {_no_such_key(unknown[0], known)}")
     if wrong := [key for key, value in content.items() if isinstance(value, bool) and key != "ignore_eos"]:
         raise UserError(f"{path}.{wrong[0]}: it cannot be {str(content[wrong[0]]).lower()}")
     try:
@@ -468,8 +477,12 @@ def _first_fault(error: ValidationError) -> str:
     if fault["type"] == "missing":
         return f"{path}: say which; there are {', '.join(sorted(SHAPES if path == 'model' else DEVICES))}"
     if fault["type"] == "extra_forbidden":
-        return f"{path}: there is no such key; there are {', '.join(_keys_beside(fault['loc']))}"
+        return f"{path}: {_no_such_key(str(fault['loc'][-1]), _keys_beside(fault['loc']))}"
     return f"{path}: {_WISHES.get(fault['type'], fault['msg'].removeprefix('Value error, '))}"
+
+
+def _no_such_key(key: str, known: Sequence[str]) -> str:
+    return "there is no such key" + (did_you_mean(key, known, TYPO_SIMILARITY) or f"; there are {', '.join(known)}")
 
 
 def _keys_beside(place: tuple[int | str, ...]) -> list[str]:

@@ -49,6 +49,14 @@ def states_key(content: Mapping[str, Any], text: str) -> bool:
     return True
 
 
+def is_set(place: str, written: Mapping[str, Any], sets: Sequence[str]) -> bool:
+    """Whether one of ``KEY=VALUE`` states the value at ``place``, or a part that has it, or is in a part of its own."""
+    keys = [text.partition("=")[0] for text in sets]
+    if any(f"{place}.".startswith(f"{key}.") for key in keys):
+        return True
+    return not states_key(written, place) and any(key.startswith(f"{place}.") for key in keys)
+
+
 def with_value(content: Mapping[str, Any], text: str, max_depth: int) -> dict[str, Any]:
     """The content with one value changed: ``a.b=1``, the value read as YAML."""
     key, equals, value = text.partition("=")
