@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from floodplain.core.errors import UserError
-from floodplain.core.sizes import parse_size
+from floodplain.core.sizes import parse_size, show_size
 from floodplain.files.parsing import listed
 from floodplain.files.profile import Profile, read_profile
+from floodplain.files.similar import TYPO_SIMILARITY, did_you_mean, nearest
 from floodplain.files.yaml_file import read_yaml_mapping
 from floodplain.planner.cluster import Cluster, Model, Server, Spot, Unit
 from floodplain.planner.placement import read_spots
@@ -130,7 +131,8 @@ def _check_sizes(servers: Sequence[Server], models: Sequence[Model], source: str
     most = max(server.memory_bytes for server in servers)
     if lender := next((model for model in models if model.memory_bytes > most), None):
         raise UserError(
-            f"{source}: {lender.name} lends {lender.memory_bytes} bytes of a GPU, and none has more than {most}"
+            f"{source}: {lender.name} lends {show_size(lender.memory_bytes)} of a GPU, and none has more than "
+            f"{show_size(most)}: lower its lends, take a profile of such a GPU, or correct the memory of servers"
         )
     if sum(model.count * model.num_stages for model in models) > MAX_GPUS:
         raise UserError(f"{source}: a cluster has at most {MAX_GPUS} GPUs, and there are more units of models")
@@ -232,7 +234,9 @@ class Fields:
         """Refuse the keys that were not taken."""
         if self._left:
             unknown = listed(repr(key) for key in self._left)
-            raise UserError(f"{self.source}: unknown key {unknown}; there are {', '.join(self._known)}")
+            near = did_you_mean(str(next(iter(self._left))), self._known, TYPO_SIMILARITY)
+            hint = near if near and len(self._left) == 1 else f"; there are {', '.join(self._known)}"
+            raise UserError(f"{self.source}: unknown key {unknown}{hint}")
 
     def refuse(self, key: str, problem: str) -> Any:
         """Raise a ``UserError`` about a field."""
@@ -242,5 +246,7 @@ class Fields:
         self._known.append(key)
         value = self._left.pop(key, default)
         if value is _MISSING:
-            raise UserError(f"{self.source}: {key} is missing")
+            wrong = nearest(key, map(str, self._left), TYPO_SIMILARITY)
+            problem = f"{key} is missing" if wrong is None else f"unknown key {wrong!r} (did you mean {key}?)"
+            raise UserError(f"{self.source}: {problem}")
         return value

@@ -91,7 +91,16 @@ def whole(**values: Any) -> dict[str, Any]:
         (change("models", 0, name="idle"), "models: there are two of idle"),
         (change("models", 0, count=2**18), "a cluster has at most 262144 GPUs, and there are more units of models"),
         (change("models", 0, needs="1GB"), "models[0]: llama-8b lends or needs memory, not both"),
-        (change("models", 0, lends="90GB"), "llama-8b lends 90000000000 bytes of a GPU, and none has more than"),
+        (
+            change("models", 0, lends="90GB"),
+            "llama-8b lends 83.82 GiB of a GPU, and none has more than 74.51 GiB: lower its lends",
+        ),
+        (
+            {"servers": [{"name": "a", "gpu": 8, "memory": "80GB"}]},
+            "servers[0]: unknown key 'gpu' (did you mean gpus?)",
+        ),
+        (whole(appart=[]), "unknown key 'appart' (did you mean apart?)"),
+        (whole(appart=[], gpu=1), "unknown key 'appart', 'gpu'; there are servers"),
         (change("models", 0, tp=2), "models[0]: unknown key 'tp'; there are name, count, tensor_parallel"),
         (change("models", 1, servers=["h200"]), "models[1]: yi-34b is pinned to h200: no such server"),
         (change("models", 1, servers=[]), "models[1]: servers must be a list of names"),
