@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -15,6 +16,7 @@ KEY_LINE = "KEY, or [admin] NAME KEY [PRIORITY] [ttft=MS] [tpot=MS]"
 ADMIN = "admin"
 LEAST_ADMIN_LETTERS = 8
 """Least length of an admin's key. A mistyped limit of a client named ``admin`` is shorter, and so refused."""
+_PRIORITY, _GOAL = r"-?\d{1,3}", r"(?:ttft|tpot)=[1-9]\d{0,8}"
 _LIMIT = re.compile(r"-?\d+|\w*=.*", re.ASCII)
 
 
@@ -98,9 +100,20 @@ def _parse_line(words: list[str], number: int, path: Path) -> tuple[str, Client]
             raise UserError(f"{path}, line {number}: the KEY of an admin needs {LEAST_ADMIN_LETTERS} letters or more")
     if re.fullmatch(r"key-\d+", words[0], re.ASCII):
         raise UserError(f"{path}, line {number}: the name {words[0]} is for keys without a name: choose another NAME")
-    found = re.fullmatch(r"(-?\d{1,3}\b)?((?: ?(?:ttft|tpot)=[1-9]\d{0,8})*)", " ".join(words[2:]), re.ASCII)
+    found = re.fullmatch(rf"({_PRIORITY}\b)?((?: ?{_GOAL})*)", " ".join(words[2:]), re.ASCII)
     limits = dict(word.split("=") for word in found[2].split()) if found else {}
     if found is None or len(limits) < len(found[2].split()):
-        raise UserError(f"{path}, line {number}: write {KEY_LINE}, with whole numbers")
+        raise UserError(f"{path}, line {number}: {_problem(words, is_admin)}write {KEY_LINE}, with whole numbers")
     best = {f"{name}_s": int(limit_ms) / 1e3 for name, limit_ms in limits.items()}
     return words[1], Client(words[0], int(found[1] or 0), best_goals=Goals(**best), is_admin=is_admin)
+
+
+def _problem(words: Sequence[str], is_admin: bool) -> str:
+    """Which word is wrong, by its number: it may be a misplaced key, which must not be in a log."""
+    if words[0] == f"[{ADMIN}]":
+        return f"write {ADMIN} without brackets; "
+    shapes = [f"{_PRIORITY}|{_GOAL}"] + [_GOAL] * len(words)
+    for place, (word, shape) in enumerate(zip(words[2:], shapes, strict=False), 3 + is_admin):
+        if not re.fullmatch(shape, word, re.ASCII):
+            return f"word {place} is no limit; "
+    return ""

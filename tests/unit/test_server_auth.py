@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from floodplain.core.errors import UserError
 from floodplain.core.request import NO_GOALS, Goals
-from floodplain.server.auth import Client, KeyRing
+from floodplain.server.auth import KEY_LINE, Client, KeyRing
 from tests.support.secret_files import secret_file
 
 
@@ -80,6 +80,25 @@ def test_a_malformed_file_is_refused_in_one_line(text: str, tmp_path: Path) -> N
     with pytest.raises(UserError, match="KEY") as caught:
         KeyRing.from_file(secret_file(tmp_path, text))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[admin] ops secret-of-ops\n", "write admin without brackets; "),
+        ("owner ops secret-of-ops\n", "word 3 is no limit; "),
+        ("admin ops secret-of-ops 1 tpot=x\n", "word 5 is no limit; "),
+        ("ops secret-of-ops tpot=5 1\n", "word 4 is no limit; "),
+        ("ops secret-of-ops tpot=5 tpot=6\n", ""),
+    ],
+)
+def test_the_wrong_word_of_a_line_is_counted_and_not_shown_as_it_may_be_a_key(
+    text: str, problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError) as caught:
+        KeyRing.from_file(secret_file(tmp_path, text))
+    assert str(caught.value).endswith(f", line 1: {problem}write {KEY_LINE}, with whole numbers")
+    assert "secret-of-ops" not in str(caught.value)
 
 
 names, salts = (
