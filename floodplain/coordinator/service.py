@@ -318,7 +318,7 @@ class LeaseService:
             seen = self._store.look()
             now = self._clock()
             if not self._watch.may_take_over(seen, now):
-                self._unavailable = Unavailable("another coordinator leads: ask that one", seen.leader_url)
+                self._stand_by(seen.leader_url)
                 return
             rows = self._store.take_over(seen, self._instance, self._url, max(seen.ttl_s, self.ttl_s))
         except StoreError as error:
@@ -331,6 +331,12 @@ class LeaseService:
             return
         if rows is not None:
             self._lead(seen.epoch + 1, now, rows, seen.ttl_s)
+
+    def _stand_by(self, leader_url: str) -> None:
+        answer = Unavailable("another coordinator leads: ask that one", leader_url)
+        if answer != self._unavailable:  # this is looked up several times a second
+            logger.info("another coordinator leads, at %s: this one stands by until that ends", leader_url)
+        self._unavailable = answer
 
     def _lead(self, epoch: int, began_s: float, rows: StoredRows, old_ttl_s: float) -> None:
         """Start to lead. All members count as alive for the longer TTL, ours or the last leader's; it is stored."""

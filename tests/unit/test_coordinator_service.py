@@ -223,10 +223,17 @@ def test_a_write_that_took_too_long_is_not_answered_though_it_was_made(store: Ho
     assert set(service.serve([snapshot])[0][0]) == {"ann"}
 
 
-def test_a_standby_names_the_leader_and_follows_at_once_when_it_resigns(store: HookedStore, clock: Clock) -> None:
+def test_a_standby_names_the_leader_and_follows_at_once_when_it_resigns(
+    store: HookedStore, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "floodplain")
     first, second = leading(store, clock), LeaseService(store, "http://other", 10.0, clock)
     told(first, Join("ann", "i1"))
-    second.tick()
+    for _ in range(3):
+        second.tick()
+    assert [line for line in caplog.messages if "stands by" in line] == [
+        "another coordinator leads, at http://me: this one stands by until that ends"
+    ]
     assert (first.leader_url, second.leader_url) == ("http://me", "http://me")
     answer = say(second, Heartbeat("ann", 1))
     assert answer == Unavailable("another coordinator leads: ask that one", "http://me")
