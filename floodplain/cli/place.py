@@ -12,7 +12,7 @@ from floodplain.core.errors import UserError
 from floodplain.core.flags import check_between, flag
 from floodplain.files.extras import require
 from floodplain.files.results import PLOT_HELP, check_picture, check_writable
-from floodplain.observe.terminal import say
+from floodplain.observe.terminal import complain, say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
             save_result(config.out, document)
         if config.plot is not None:
             save_figure(draw_placement(document), config.plot)
+            if not args.quiet:
+                complain(f"the picture is in {config.plot}")
     finally:  # shown even if it cannot be saved
         say(to_json(document) if args.format == "json" else describe(document))
     return 0

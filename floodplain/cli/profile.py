@@ -16,7 +16,7 @@ from floodplain.files.extras import require
 from floodplain.files.profile import Profile, read_profile
 from floodplain.files.results import PLOT_HELP, check_picture, check_writable
 from floodplain.observe.profile import describe_profile, save_and_show
-from floodplain.observe.terminal import say
+from floodplain.observe.terminal import complain, say
 from floodplain.profiler.flags import LlmProfileConfig, StepProfileConfig, SwapProfileConfig, check_load
 from floodplain.web.client import check_server
 from floodplain.workload.spec import WorkloadSpec
@@ -116,6 +116,8 @@ def _show(args: argparse.Namespace) -> int:
     profile = read_profile(config.profile)
     if config.plot is not None:
         _draw(profile, config.profile, config.plot)
+        if not args.quiet:
+            complain(f"the picture is in {config.plot}")
     say(to_json(profile.to_json()) if args.format == "json" else describe_profile(profile))
     return 0
 

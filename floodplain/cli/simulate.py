@@ -122,7 +122,10 @@ def _report(args: argparse.Namespace, config: SimulateConfig, runs: Sequence[Run
             if config.plot:
                 from floodplain.observe.plots import save_plots
 
-                save_plots(runs, config.out.parent / f"{config.out.stem}-plots")
+                folder = config.out.parent / f"{config.out.stem}-plots"
+                save_plots(runs, folder)
+                if not args.quiet:
+                    complain(f"pictures are in {folder}")
         if config.trace_out is not None:
             from floodplain.observe.residence import chrome_trace
 

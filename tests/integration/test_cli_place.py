@@ -35,9 +35,13 @@ def cluster(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_table_shows_servers_consumers_and_the_proof(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["place", str(cluster)]) == 0
-    printed = capsys.readouterr().out
+def test_the_table_shows_servers_consumers_and_the_proof(
+    cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "placement.svg"
+    assert main(["place", str(cluster), "--plot", str(picture)]) == 0
+    printed, told = capsys.readouterr()
+    assert f"floodplain: the picture is in {picture}\n" in told
     rows = [line.split() for line in printed.splitlines()]
     held = sorted(row[4:] for row in rows if row[:1] == ["1"])
     assert held == [["1", "audiogen,", "1", "sd-3,", "1", "yi-34b"], ["1", "sd-3,", "1", "yi-34b"]]
@@ -50,7 +54,7 @@ def test_what_is_printed_as_json_is_what_is_written(cluster: Path, tmp_path: Pat
     """Runs a process: the solver's banner on standard output would not be JSON."""
     out, picture = tmp_path / "new" / "placement.json", tmp_path / "placement.png"
     done = run("place", str(cluster), "--out", str(out), "--plot", str(picture), "--format", "json", "-q")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and not done.stderr, done.stderr
     document = json.loads(done.stdout)
     assert document == json.loads(out.read_text())
     assert document["gap"] == 0 and document["objective_bytes"] == document["bound_bytes"]

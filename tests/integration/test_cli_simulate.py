@@ -71,7 +71,8 @@ def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
 def test_a_scenario_gives_a_table_a_result_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "burst.json"
     assert main(["simulate", str(EXAMPLE), "--set", *SMALL, "--out", str(out), "--plot"]) == 0
-    shown = capsys.readouterr().out
+    shown, told = capsys.readouterr()
+    assert f"floodplain: pictures are in {tmp_path / 'burst-plots'}\n" in told
     result = json.loads(out.read_text())
     assert "goals met (%)" in shown and "300 KV blocks an instance; a step's time: fit to kernels" in shown
     assert result["backend"] == "simulator" and result["completed"] == 30

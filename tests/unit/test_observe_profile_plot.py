@@ -135,7 +135,8 @@ def test_show_draws_into_a_file(
 ) -> None:
     assert main(["profile", "show", save(make("media")), "--plot", str(tmp_path / "p.png")]) == 0
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    assert "media profile of a model" in capsys.readouterr().out
+    shown, told = capsys.readouterr()
+    assert "media profile of a model" in shown and told == f"floodplain: the picture is in {tmp_path / 'p.png'}\n"
 
 
 @pytest.mark.parametrize(
