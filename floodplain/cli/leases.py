@@ -19,7 +19,7 @@ from floodplain.core.errors import UserError
 from floodplain.core.flags import check_between, flag
 from floodplain.core.sizes import show_size
 from floodplain.leases.states import LeaseState
-from floodplain.lending.client import CoordinatorClient, CoordinatorUnreachable
+from floodplain.lending.client import CoordinatorClient, CoordinatorUnreachable, NoCoordinator
 from floodplain.observe.table import format_table
 from floodplain.observe.terminal import complain, say, say_again
 from floodplain.web.bearer import read_secret
@@ -63,7 +63,7 @@ def _look(client: CoordinatorClient, *, is_json: bool) -> str | None:
     try:
         listing = client.list_leases()
     except CoordinatorUnreachable as error:
-        complain(str(error))
+        complain(_describe_silence(error))
         return None
     return json.dumps(listing) if is_json else describe(listing, time.time())
 
@@ -72,13 +72,18 @@ def _forget(client: CoordinatorClient, name: str) -> int:
     try:
         reply = client.forget(name)
     except CoordinatorUnreachable as error:
-        complain(str(error))
+        complain(_describe_silence(error))
         return 1
     if reply.member is None:
         raise UserError(f"--forget {name}: {reply.detail}")
     num_lost = sum(lease.state is LeaseState.LOST for lease in reply.leases)
     say(f"{name} is forgotten; leases lost: {num_lost}, recalled: {len(reply.leases) - num_lost}")
     return 0
+
+
+def _describe_silence(error: CoordinatorUnreachable) -> str:
+    hint = ": start one, or give its address with --coordinator" if isinstance(error, NoCoordinator) else ""
+    return f"{error}{hint}"
 
 
 def describe(listing: Mapping[str, Any], unix_s: float) -> str:

@@ -76,6 +76,9 @@ def told(base_url: str, tell: Callable[[], T]) -> T | None:
             except (NoAnswer, RouterRefuses) as error:
                 raise UserError(str(error)) from error
     except UserError as error:
-        names_it = isinstance(error.__cause__, RouterRefuses | NoServer)
-        complain(str(error) if names_it else f"no router answers at {base_url}: {error}")
+        if isinstance(error.__cause__, NoServer):
+            complain(f"{error}: start one, or give its address with --base-url")
+        else:
+            names_it = isinstance(error.__cause__, RouterRefuses)
+            complain(str(error) if names_it else f"no router answers at {base_url}: {error}")
     return None

@@ -13,6 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from floodplain.cli.options import add_verb, dataclass_from
 from floodplain.cli.router import KEY_HELP, key_to_send
@@ -20,7 +21,7 @@ from floodplain.core.errors import UserError
 from floodplain.core.flags import flag
 from floodplain.files.parsing import parsing
 from floodplain.live.changes import Snapshot, whole
-from floodplain.live.follow import OTHER_VERSION, KeyRefused, follow
+from floodplain.live.follow import OTHER_VERSION, KeyRefused, NoFeed, follow
 from floodplain.live.screen import draw
 from floodplain.observe.terminal import complain, say
 from floodplain.web.address import check_base_url
@@ -64,10 +65,19 @@ def run(args: argparse.Namespace) -> int:
     try:
         asyncio.run(_watch(client, draw_it, is_once=config.once or not is_screen))
     except (NoAnswer, UserError) as error:
-        hint = KEY_HINT if isinstance(error, KeyRefused) else ""
-        complain(str(error) if isinstance(error, NoServer) else f"no live data at {url}: {error}{hint}")
+        complain(_describe(error, url))
         return 1
     return 0
+
+
+def _describe(error: NoAnswer | UserError, url: str) -> str:
+    """What is wrong, and what to change."""
+    if isinstance(error, NoServer):
+        return f"{error}: start one, or give its address: floodplain top URL"
+    hint = KEY_HINT if isinstance(error, KeyRefused) else ""
+    if isinstance(error, NoFeed) and urlsplit(url).path:
+        hint = ": give its address without a path"
+    return f"no live data at {url}: {error}{hint}"
 
 
 async def _watch(client: HttpClient, draw_it: Callable[[Snapshot], str], *, is_once: bool) -> None:

@@ -42,6 +42,10 @@ class CoordinatorUnreachable(Exception):
     """No coordinator answers, or none of them leads: ask again. The message has the reason of the one asked last."""
 
 
+class NoCoordinator(CoordinatorUnreachable):
+    """None of the addresses answers at all."""
+
+
 class NotACoordinator(UserError):
     """The server is no coordinator of this version: its answer has another shape."""
 
@@ -113,7 +117,7 @@ class CoordinatorClient:
 
     def _ask(self, method: str, path: str, body: Any = None, wait_s: float = 0.0) -> object:
         """Ask one coordinator after the other until one answers, beginning with the last that answered."""
-        problem = ""
+        problem, has_answered = "", False
         for _ in range(len(self._urls)):
             try:
                 status, text = self._exchange(method, path, None if body is None else json.dumps(body), wait_s)
@@ -124,6 +128,7 @@ class CoordinatorClient:
                 reason = (error.strerror if isinstance(error, OSError) else "") or str(error) or type(error).__name__
                 problem = f"{_shown(self._urls[0])} does not answer: {reason}"
             else:
+                has_answered = True
                 if status == 200:
                     return _read(text)
                 problem = f"{_shown(self._urls[0])} answers {status}: {_message_of(text)}"
@@ -133,7 +138,7 @@ class CoordinatorClient:
                     raise UserError(_one_line(problem))
             self.close()
             self._urls.append(self._urls.pop(0))
-        raise CoordinatorUnreachable(_one_line(problem))
+        raise (CoordinatorUnreachable if has_answered else NoCoordinator)(_one_line(problem))
 
     def _exchange(self, method: str, path: str, body: str | None, wait_s: float) -> tuple[int, bytes]:
         """Over a new connection if the old one turns out to have been closed in the meantime."""

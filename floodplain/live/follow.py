@@ -20,6 +20,10 @@ MAX_MESSAGE_BYTES = 2**24
 """Of one message: a few thousand rows."""
 
 
+class NoFeed(NoAnswer):
+    """The address has no live data."""
+
+
 class KeyRefused(NoAnswer):
     """A key is needed, and none or a wrong one was sent."""
 
@@ -41,7 +45,7 @@ async def _messages(client: HttpClient) -> AsyncGenerator[str]:
     try:
         async with client.open("/live", None, time.monotonic() + SILENCE_S, CONNECT_S) as exchange:
             if exchange.status == 404:
-                raise NoAnswer("it was started with --no-page, or is not a Floodplain service")
+                raise NoFeed("it was started with --no-page, or is not a Floodplain service")
             if exchange.status == 401:
                 raise KeyRefused("the key is missing or wrong")
             if exchange.status != 200:

@@ -85,6 +85,7 @@ def test_an_unreachable_coordinator_is_one_line_and_status_1() -> None:
             done = run("leases", "--coordinator", url, *flags)
             assert (done.returncode, done.stdout) == (1, "")
             assert done.stderr.startswith(f"floodplain: {url} does not answer: ") and done.stderr.count("\n") == 1
+            assert done.stderr.endswith(": start one, or give its address with --coordinator\n")
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,12 @@ def test_services_without_live_data_are_one_line_and_a_status(capsys: pytest.Cap
         assert main(["top", running.url]) == 1
         why = "it was started with --no-page, or is not a Floodplain service"
         assert capsys.readouterr().err == f"floodplain: no live data at {running.url}: {why}\n"
+        assert main(["top", f"{running.url}/v1"]) == 1
+        assert capsys.readouterr().err.endswith(f"/v1: {why}: give its address without a path\n")
     assert main(["top", running.url]) == 1
-    assert capsys.readouterr().err.startswith(f"floodplain: no server at {running.url}")
+    told = capsys.readouterr().err
+    assert told.startswith(f"floodplain: no server at {running.url}")
+    assert told.endswith(": start one, or give its address: floodplain top URL\n")
     headless = b'data: {"type": "whole", "head": {"service": "server"}, "rows": []}\n\n'
     for body in (headless, b'data: {"type": "whole"}\n\n', b"data: [1]\n\n", b"data: {\n\n", b"hello"):
         with answering(answer(body)) as peer:

@@ -240,6 +240,7 @@ def test_a_closed_port_is_named_in_one_line(verb: list[str], capsys: pytest.Capt
     assert main([*verb, "--base-url", url]) in (1, 2)
     told = capsys.readouterr().err
     assert told.startswith(f"floodplain: no server at {url}: Connection refused")
+    assert told.endswith(": start one, or give its address with --base-url\n")
     assert told.count("\n") == 1
     assert time.process_time() - began_s < 3
 
