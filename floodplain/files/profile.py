@@ -79,7 +79,7 @@ def read_profile(path: Path, *kinds: str) -> Profile:
         profile = Profile(**{item.name: document[item.name] for item in fields(Profile)})
     if str(profile.kind) not in (kinds or RESULT_KEYS):
         wanted = listed(kinds or tuple(RESULT_KEYS))
-        raise UserError(f"{path} is a profile of kind {profile.kind!r:.40}, and {wanted} is wanted here")
+        raise UserError(f"{path} is a profile of kind {profile.kind!r:.40}; wanted here: {wanted}")
     _check(profile, path)
     return profile
 

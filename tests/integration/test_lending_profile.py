@@ -78,5 +78,5 @@ def test_the_profile_is_lent_beside_from_the_start(
 
 
 def test_what_is_no_llm_profile_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is a profile of kind 'swap', and llm is wanted here"):
+    with pytest.raises(UserError, match="is a profile of kind 'swap'; wanted here: llm"):
         build_engine(make_config("http://127.0.0.1:9", profile=write_profile(tmp_path, "swap")))

@@ -381,7 +381,10 @@ def test_an_instance_is_in_one_group_of_two_to_four() -> None:
 
 def test_a_group_is_taken_in_as_a_whole_and_not_restored_meanwhile() -> None:
     world, _ = make_world(GroupTable(["none", "one", "two", "three"].__getitem__), 1, 5, [1, 2])
-    for epochs, others in (([1, 3], "instances two, too"), ([2, 1], "other instances beside them")):
+    for epochs, others in (
+        ([1, 3], "instances two, too"),
+        ([2, 1], r"other instances beside them \(cluster restore ends it\)"),
+    ):
         with pytest.raises(UserError, match=f"^instances one, two are group 1: name {others}$"):
             world.table.prepare(epochs)
     number = world.table.prepare([1, 3, 2]).group.number

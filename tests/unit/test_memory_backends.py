@@ -39,10 +39,11 @@ def test_a_backend_is_chosen_by_the_devices_kind(
 
 
 def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for num_gpus, name in ((0, "cuda"), (1, "cuda:1")):
+    for num_gpus, name, others in ((0, "cuda", "install a build of torch for CUDA"), (1, "cuda:1", "an index below 1")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=num_gpus > 0: there)
         monkeypatch.setattr(torch.cuda, "device_count", lambda num_gpus=num_gpus: num_gpus)
-        with pytest.raises(UserError, match=f"^--device {name} is not there: torch sees {num_gpus} CUDA devices$"):
+        told = f"^--device {name} is not there: torch sees {num_gpus} CUDA devices: give --device cpu, or {others}"
+        with pytest.raises(UserError, match=told):
             choose_backend(torch.device(name))
     with pytest.raises(InvariantError, match="no backend for device meta"):
         choose_backend(torch.device("meta"))

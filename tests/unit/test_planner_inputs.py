@@ -228,7 +228,7 @@ def test_a_profile_places_as_its_bytes_would(tmp_path_factory: pytest.TempPathFa
     [
         ({"profile": PRODUCER, "lends": "1GB"}, "models[0]: profile says what m lends or needs: leave lends and needs"),
         ({"profile": SWAP, "needs": "1GB"}, "leave lends and needs out"),
-        ({"profile": STEP}, "step.json is a profile of kind 'step', and llm, media, swap is wanted here"),
+        ({"profile": STEP}, "step.json is a profile of kind 'step'; wanted here: llm, media, swap"),
         ({"profile": [PRODUCER, CONSUMER]}, "models[0]: profile names 2 of kind llm or media, and one is wanted"),
         ({"profile": []}, "models[0]: profile must be a list of names"),
         ({"profile": "none.json"}, "none.json"),

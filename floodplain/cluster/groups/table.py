@@ -180,7 +180,11 @@ class GroupTable:
                 raise UserError(f"group {group.number} is {group.state}: try again when it is {GroupState.PIPELINED}")
             if not set(group.epochs) < set(epochs):
                 rest = [epoch for epoch in group.epochs if epoch not in epochs]
-                more = f"instances {self._list(rest)}, too" if rest else "other instances beside them"
+                more = (
+                    f"instances {self._list(rest)}, too"
+                    if rest
+                    else "other instances beside them (cluster restore ends it)"
+                )
                 raise UserError(f"instances {self._list(group.epochs)} are group {group.number}: name {more}")
         return list(found.values())
 

@@ -120,6 +120,9 @@ class CudaBackend:
 def open_cuda_backend(device: torch.device) -> CudaBackend:
     """The backend of a GPU; without an index, of the first one. Raises ``UserError`` if torch does not see that GPU."""
     index = device.index or 0
-    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
-        raise UserError(f"--device {device} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
+    num_gpus = torch.cuda.device_count()
+    if not torch.cuda.is_available() or index >= num_gpus:
+        told = f"--device {device} is not there: torch sees {num_gpus} CUDA devices"
+        others = f"an index below {num_gpus}" if num_gpus else "install a build of torch for CUDA and a driver"
+        raise UserError(f"{told}: give --device cpu, or {others}")
     return CudaBackend(index)
