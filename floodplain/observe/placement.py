@@ -60,15 +60,14 @@ def _draw_server(panel: Axes, row: int, server: Mapping[str, Any]) -> dict[str, 
 def _draw_pair(panel: Axes, producer: Place, consumer: Place) -> None:
     """An arc over the cells from the producer to the consumer; higher the farther they are apart."""
     from matplotlib.patches import FancyArrowPatch
+    from matplotlib.path import Path
 
     distance = abs(producer[0] - consumer[0])
-    bend = 0.3 / max(distance, 1.0) ** 0.6 * (1 if producer[0] < consumer[0] else -1)
-    panel.add_patch(
-        FancyArrowPatch(
-            producer, consumer, connectionstyle=f"arc3,rad={-bend if producer[1] == consumer[1] else 0}",
-            arrowstyle="-|>", mutation_scale=7, color=BLUE, linewidth=1.0, shrinkA=0, shrinkB=0,
-        )
-    )  # fmt: skip
+    rise = 0.5 * distance / (distance + 1.5)  # in rows: at most the gap between two rows of cells
+    top = ((producer[0] + consumer[0]) / 2, producer[1] - 2 * rise)  # a curve rises half as far as this point of it
+    arc = Path([producer, top, consumer], [Path.MOVETO, Path.CURVE3, Path.CURVE3])
+    path = arc if producer[1] == consumer[1] else Path([producer, consumer])
+    panel.add_patch(FancyArrowPatch(path=path, arrowstyle="-|>", mutation_scale=7, color=BLUE, linewidth=1.0))
 
 
 def _title(document: Mapping[str, Any], num_shown: int) -> tuple[str, str]:
@@ -85,7 +84,7 @@ def _finish(panel: Axes, servers: Sequence[Mapping[str, Any]], widest: int) -> N
     panel.set_ylim(len(servers) - 0.3, -0.6)
     panel.set_yticks([row + 0.25 for row in range(len(servers))], [server["name"] for server in servers])
     panel.set_xticks([gpu + 0.46 for gpu in range(widest)], [str(gpu) for gpu in range(widest)])
-    panel.set_xlabel("GPU (blue: lends memory, orange: needs memory; arrows: from whom it may borrow)")
+    panel.set_xlabel("GPU (blue: lends memory, orange: needs memory; arrows: from a lender to a borrower)")
     panel.grid(False)
     panel.tick_params(length=0)
     for spine in panel.spines.values():

@@ -107,6 +107,23 @@ def test_the_picture_has_a_cell_for_each_gpu_and_an_arc_for_each_pair(cluster: P
     assert to_svg(draw_placement(document)) == to_svg(draw_placement(document))
 
 
+def test_arrows_stay_within_the_picture(cluster: Path) -> None:
+    """Two GPUs have wide cells, and so a long way between them."""
+    from matplotlib.patches import FancyArrowPatch
+
+    cluster.write_text(
+        "servers: [{name: a, gpus: 2, memory: 80GB}]\nmodels: [{name: b, lends: 1GB}, {name: c, needs: 1GB}]\n"
+    )
+    loaded = read_cluster(cluster)
+    figure = draw_placement(to_document(loaded, place(loaded)))
+    figure.draw_without_rendering()
+    (panel,) = figure.axes
+    arrows = [patch for patch in panel.patches if isinstance(patch, FancyArrowPatch)]
+    assert len(arrows) == 1
+    box = arrows[0].get_window_extent()
+    assert panel.bbox.y0 <= box.y0 < box.y1 <= panel.bbox.y1
+
+
 def test_the_picture_of_a_large_cluster_is_titled_as_partial(cluster: Path) -> None:
     cluster.write_text(CLUSTER.replace("count: 2, gpus", f"count: {MAX_ROWS + 1}, gpus"))
     loaded = read_cluster(cluster)
