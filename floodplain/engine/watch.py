@@ -54,12 +54,13 @@ def why_waiting(
     rows: Iterable[Row], *, max_num_seqs: int, block_tokens: int, num_available: int, limits: Iterable[str]
 ) -> str | None:
     """Why requests wait, by the one that arrived first; None if none does. ``limits`` are those of recent decisions."""
-    absent, num_present = [], 0
+    absent, num_present, num_prompts = [], 0, 0
     for row in rows:
         if row.state in ("waiting", "swapped"):
             absent.append(row)
         else:
             num_present += row.reason is None
+            num_prompts += row.reason is None and row.first_token_s is None
     if not absent:
         return None
     if num_present >= max_num_seqs:
@@ -69,6 +70,8 @@ def why_waiting(
     if needed > num_available:
         return f"memory is short: the first request in line needs {needed} KV blocks, and {num_available} can be had"
     known = next((WHY[name] for name in limits if name in WHY), None)
+    if known is None and first.state == "waiting" and num_prompts:
+        return "prompts of other requests are computed first, at most --max-batched-tokens tokens a step"
     return known or "it is the turn of other requests"
 
 

@@ -184,6 +184,10 @@ def test_why_requests_wait_names_the_scarce_thing() -> None:
     assert "needs 3 KV blocks, and 2 can be had" in str(why(row(2, prompt=90), row(1), available=2))
     assert why(row(1), limits=("swap_full",)) == "swap space is full"
     assert why(row(1, "swapped")) == "it is the turn of other requests"
+    assert why(row(1, "swapped"), row(2, "running")) == "it is the turn of other requests"
+    assert why(row(1), row(2, "running")._replace(first_token_s=1.0)) == "it is the turn of other requests"
+    assert why(row(1), row(2, "finished")._replace(reason="abort")) == "it is the turn of other requests"
+    assert "prompts of other requests are computed first" in str(why(row(1), row(2, "running")))
     assert WHY.keys() == {reason.value for reason in LIMITS}
 
 
