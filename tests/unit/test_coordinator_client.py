@@ -17,7 +17,7 @@ from floodplain.leases.rows import Reply
 from floodplain.leases.states import Outcome
 from floodplain.lending import agent as agents
 from floodplain.lending.agent import LeaseAgent
-from floodplain.lending.client import CoordinatorClient, CoordinatorUnreachable, NotACoordinator
+from floodplain.lending.client import CoordinatorClient, CoordinatorUnreachable, NoCoordinator, NotACoordinator
 from floodplain.web.address import bind, url_of
 from tests.support.peer import DRIP, HANG_UP, HANG_UP_AFTER, answer, answering
 from tests.support.waiting import HANG_S, wait_until
@@ -101,8 +101,9 @@ def test_a_temporarily_unavailable_coordinator_can_be_retried(status: int) -> No
         answering(refusal(status, "wait\na bit"), replies(REPLY)) as peer,
         closing(CoordinatorClient(peer.url)) as client,
     ):
-        with pytest.raises(CoordinatorUnreachable, match=f"{peer.url} answers {status}: wait a bit$"):
+        with pytest.raises(CoordinatorUnreachable, match=f"{peer.url} answers {status}: wait a bit$") as caught:
             client.send([BEAT])
+        assert not isinstance(caught.value, NoCoordinator), "one is there"
         assert client.send([BEAT]).replies == (REPLY,)
 
 
