@@ -1,6 +1,6 @@
 """All groups, and the progress of each: decides which orders are due (docs/design/018). No I/O, no clock.
 
-A new group may take in pipelined groups, with all their members: they live on beside it until it drops layers.
+A new group may take in pipelined groups, with all their members: they serve beside it until it drops layers.
 """
 
 from __future__ import annotations
